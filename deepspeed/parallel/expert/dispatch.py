@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.parallel.expert.metrics import RoutingStats
 from deepspeed.parallel.expert.routes import Routes
+from deepspeed.parallel.tensor.mappings import mapped
 
 _CACHED = 2**17
 """Elements per run of rows on a CPU (see `_runs`)."""
@@ -57,25 +58,15 @@ class TokenOrder:
 
 def permute(inputs: Tensor, order: TokenOrder) -> Tensor:
     """Return the rows of ``inputs`` [S, h] in the order of the experts, [n, h]."""
-    return _Permute.apply(inputs, order)
+    return mapped(
+        inputs, lambda rows: rows.index_select(0, order.tokens), lambda grad: _gathered(grad, None, order)
+    )
 
 
 def combine(outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
     """Return [S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], accumulated
     in the order of choices, in fp32 at least, and rounded once."""
     return _Combine.apply(outputs, weights, order)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, order: TokenOrder) -> Tensor:
-        ctx.order = order
-        return inputs.index_select(0, order.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, None, ctx.order), None
 
 
 class _Combine(torch.autograd.Function):
@@ -187,47 +178,21 @@ class TokenExchange:
         """Number of rows that each local expert receives."""
         return [sum(column) for column in zip(*self.received, strict=True)]
 
-    def to_experts(self, rows: Tensor) -> Arrival:
-        """Send rows [n, h] to their experts. Arriving: [rows of the local experts, h], sorted by expert, then by source
-        rank. Collective."""
-        return self._begin(rows, outward=True)
-
-    def from_experts(self, rows: Tensor) -> Arrival:
-        """Send the experts' results back to the ranks of the tokens. Collective."""
-        return self._begin(rows, outward=False)
-
-    def _begin(self, rows: Tensor, *, outward: bool) -> Arrival:
+    def start(self, rows: Tensor, *, outward: bool) -> Arrival:
+        """Send rows [n, h] to their experts, or back to the ranks of the tokens. Arriving at the experts: [rows of the
+        local experts, h], sorted by expert, then by source rank. Collective."""
         if self.group.size == 1:
             return lambda: rows
         flight = _InFlight(self)
-        sent = _Depart.apply(rows, flight, outward)
-        return lambda: _Arrive.apply(sent, flight, outward)
+        sent = mapped(rows, lambda rows: flight.depart(rows, outward), lambda _: flight.arrive(not outward))
+        shape = sent.shape
 
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (rank, expert) to (expert, rank) order."""
-        local = len(self.received[0])
-        if local == 1:
-            return rows
-        runs = rows.split([count for run in self.received for count in run])
-        return torch.cat([runs[place * local + e] for e in range(local) for place in range(self.group.size)])
+        def send_gradient(grad: Tensor) -> Tensor:
+            """Send the gradient; autograd gets a placeholder of the expected shape that takes no memory."""
+            flight.depart(grad, not outward)
+            return grad.new_zeros(()).expand(shape)
 
-    def _by_rank(self, rows: Tensor) -> Tensor:
-        local, size = len(self.received[0]), self.group.size
-        if local == 1:
-            return rows
-        runs = rows.split([self.received[place][e] for e in range(local) for place in range(size)])
-        return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
-
-    def start(self, rows: Tensor, outward: bool) -> tuple[Tensor, Pending]:
-        """Start the exchange of ``rows`` and return the receive buffer, in rank order, with its handle."""
-        width, theirs = rows.shape[1], [sum(run) for run in self.received]
-        sent, received = (self.sent, theirs) if outward else (theirs, self.sent)
-        got = rows.new_empty(sum(received), width)
-        with _timed(self.watch):
-            pending = self.group.all_to_all(
-                got, rows, [n * width for n in received], [n * width for n in sent]
-            )
-        return got, pending
+        return lambda: mapped(sent, lambda _: flight.arrive(outward), send_gradient)
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
@@ -244,8 +209,16 @@ class _InFlight:
 
     def depart(self, rows: Tensor, outward: bool) -> Tensor:
         """Send ``rows`` and return the receive buffer, in rank order."""
-        rows = (rows if outward else self.exchange._by_rank(rows)).contiguous()
-        got, pending = self.exchange.start(rows, outward)
+        exchange, width = self.exchange, rows.shape[1]
+        sent, received = exchange.sent, tuple(sum(run) for run in exchange.received)
+        if not outward:
+            sent, received = received, sent
+            rows = _transposed(rows, list(zip(*exchange.received, strict=True)))
+        rows = rows.contiguous()
+        got = rows.new_empty(sum(received), width)
+        sizes = [n * width for n in received], [n * width for n in sent]
+        with _timed(exchange.watch):
+            pending = exchange.group.all_to_all(got, rows, *sizes)
         self._pending = got, pending, rows
         return got
 
@@ -255,34 +228,50 @@ class _InFlight:
         with _timed(self.exchange.watch):
             pending.wait()
         self._pending = None
-        return self.exchange._by_expert(got) if outward else got
+        got = got.view_as(got)  # another tensor than `depart` has returned
+        return _transposed(got, self.exchange.received) if outward else got
 
 
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _InFlight, outward: bool) -> Tensor:
-        ctx.flight, ctx.outward = flight, outward
-        return flight.depart(rows, outward)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.flight.arrive(not ctx.outward), None, None
+def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder runs of ``sizes[i][j]`` rows from the order (i, j) to (j, i)."""
+    if min(len(sizes), len(sizes[0])) == 1:
+        return rows
+    runs, columns = rows.split([size for each in sizes for size in each]), len(sizes[0])
+    return torch.cat([run for column in range(columns) for run in runs[column::columns]])
 
 
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, got: Tensor, flight: _InFlight, outward: bool) -> Tensor:
-        ctx.flight, ctx.outward, ctx.shape = flight, outward, got.shape
-        arrived = flight.arrive(outward)
-        return arrived.view_as(arrived)
+def route_to_experts(
+    tokens: Tensor,
+    weights: Tensor,
+    order_of: Callable[[slice], TokenOrder],
+    ranks: Communicator,
+    compute: Callable[[Tensor, list[int]], Tensor],
+    watch: RoutingStats | None,
+) -> Tensor:
+    """Return the sum of the chosen experts' outputs times ``weights`` [S, k], for each of the ``tokens`` [S, h].
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Send the gradient; autograd gets a placeholder of the expected shape that takes no memory."""
-        ctx.flight.depart(grad, not ctx.outward)
-        return grad.new_zeros(()).expand(ctx.shape), None, None
+    Dispatches them in parts, applies ``compute(rows, rows per expert)`` and sends the results back. Part i is computed
+    while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective over ``ranks``.
+
+    Args:
+        order_of: the order of the choices of a part of the tokens.
+    """
+    parts = halve(len(tokens), ranks, tokens.device)
+    orders = [order_of(part) for part in parts]
+    exchanges = TokenExchange.agree([order.counts for order in orders], ranks, watch)
+    arriving = [
+        exchange.start(permute(tokens[part], order), outward=True)
+        for exchange, part, order in zip(exchanges, parts, orders, strict=True)
+    ]
+    returning = [
+        exchange.start(compute(arrival(), exchange.per_expert), outward=False)
+        for exchange, arrival in zip(exchanges, arriving, strict=True)
+    ]
+    made = [
+        combine(arrival(), weights[part], order)
+        for arrival, part, order in zip(returning, parts, orders, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def halve(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
@@ -292,19 +281,6 @@ def halve(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]
     if ranks.size == 1 or device.type == "cpu" or not ranks.works_in_background(device.type):
         return [slice(0, tokens)]
     return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
-
-
-def run_experts(
-    rows: Sequence[Tensor], exchanges: Sequence[TokenExchange], compute: Callable[[Tensor, list[int]], Tensor]
-) -> list[Tensor]:
-    """Dispatch each part to the experts, apply ``compute(rows, rows per expert)`` and send the results back. Part i is
-    computed while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective."""
-    arriving = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
-    returning = [
-        exchange.from_experts(compute(arrival(), exchange.per_expert))
-        for exchange, arrival in zip(exchanges, arriving, strict=True)
-    ]
-    return [arrival() for arrival in returning]
 
 
 def _timed(watch: RoutingStats | None) -> AbstractContextManager[None]:

@@ -193,16 +193,12 @@ class Experts(nn.Module):
             inputs: [tokens, hidden] sorted by expert, if ``counts`` gives the tokens per expert; otherwise the
                 documented [ranks, experts, capacity, hidden].
         """
-        if counts is None:
-            chunks = inputs.chunk(self.num_local_experts, dim=1)
-            return torch.cat(
-                [_output(e(c)) for e, c in zip(self.deepspeed_experts, chunks, strict=True)], dim=1
-            )
-        if len(counts) == 1:
+        if counts is not None and len(counts) == 1:
             return _output(self.deepspeed_experts[0](inputs))
         # An expert without tokens is called too: its weights get zero gradients, and ranks stay in step.
-        chunks = inputs.split(list(counts))
-        return torch.cat([_output(e(c)) for e, c in zip(self.deepspeed_experts, chunks, strict=True)])
+        dim = 1 if counts is None else 0
+        chunks = inputs.chunk(self.num_local_experts, 1) if counts is None else inputs.split(list(counts))
+        return torch.cat([_output(e(c)) for e, c in zip(self.deepspeed_experts, chunks, strict=True)], dim)
 
 
 def _copy(expert: nn.Module) -> nn.Module:

@@ -52,11 +52,6 @@ def mark_stacks(model: nn.Module) -> None:
                 setattr(param, STACKED, True)
 
 
-def is_spread(module: nn.Module) -> bool:
-    """Return whether the module's experts are spread over ranks."""
-    return isinstance(getattr(module, "_ds_spread", None), ExpertRanks)
-
-
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
     """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns the number of
     experts of each. Custom layers that define ``set_deepspeed_parallelism`` get it called. Collective."""
@@ -91,7 +86,7 @@ def _is_gated(layer: nn.Module) -> TypeGuard[MOELayer]:
 def routing_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that report routing to their ``watch``, with their paths, in order."""
     for path, each in module.named_modules():
-        if _is_gated(each) or is_spread(each):
+        if _is_gated(each) or isinstance(getattr(each, "_ds_spread", None), ExpertRanks):
             yield path, each
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +13,6 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.expert.routes import Routes
 
 SCORES = ("softmax", "sigmoid")
-GROUP_SCORES = {"max": 1, "top2_sum": 2}
-"""Number of a group's highest scores that are summed to rank the group."""
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -32,7 +32,6 @@ def scored_routes(
     bias: Tensor | None = None,
     groups: int = 1,
     groups_used: int | None = None,
-    group_score: str = "top2_sum",
     normalize: bool = True,
     scale: float = 1.0,
     used_token: Tensor | None = None,
@@ -43,8 +42,7 @@ def scored_routes(
         score: "softmax" over the experts, or "sigmoid" of each logit.
         bias: [E], added to the scores for choosing experts, not for weighting them (bias-balanced routing).
         groups: number of equal runs of consecutive experts, of which a token uses ``groups_used``: those with the
-            largest sum of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024), or with the
-            highest score (``group_score`` "max").
+            largest sum of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024).
         normalize: the weights of a token sum to ``scale``; otherwise they are its scores times ``scale``.
         used_token: [S], 0 for padding.
 
@@ -58,7 +56,7 @@ def scored_routes(
     scores = torch.softmax(logits, 1) if score == "softmax" else torch.sigmoid(logits)
     judged = scores.detach() if bias is None else scores.detach() + bias
     if groups > 1:
-        judged = _in_best_groups(judged, groups, groups_used or groups, GROUP_SCORES[group_score])
+        judged = _in_best_groups(judged, groups, groups_used or groups)
     experts = judged.topk(k, dim=1).indices
     kept = torch.ones_like(experts, dtype=torch.bool)
     if used_token is not None:
@@ -72,13 +70,13 @@ def scored_routes(
     return Routes(experts, (weights * scale).masked_fill(~kept, 0.0), kept, counts, l_aux, None)
 
 
-def _in_best_groups(scores: Tensor, groups: int, used: int, counted: int = 2) -> Tensor:
+def _in_best_groups(scores: Tensor, groups: int, used: int) -> Tensor:
     if scores.shape[1] % groups or not 1 <= used <= groups:
         raise ValueError(
             f"{scores.shape[1]} experts cannot be divided into {groups} groups, of which a token uses {used}"
         )
     by_group = scores.unflatten(1, (groups, -1))
-    best = by_group.topk(min(counted, by_group.shape[2]), dim=2).values.sum(2).topk(used, dim=1).indices
+    best = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2).topk(used, dim=1).indices
     allowed = torch.zeros_like(by_group[:, :, 0], dtype=torch.bool).scatter(1, best, True)
     return by_group.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
 
@@ -112,9 +110,14 @@ class BalancedGate(nn.Module):
         nn.init.normal_(self.weight, std=model_dim**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("seen", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
-        self.k = k
-        self.score, self.rate, self.scale, self.normalize = score, rate, scale, normalize
-        self.groups, self.groups_used = groups, groups_used
+        self.k, self.rate = k, rate
+        self.options: dict[str, Any] = {
+            "score": score,
+            "groups": groups,
+            "groups_used": groups_used,
+            "normalize": normalize,
+            "scale": scale,
+        }
         self.z_loss: Tensor | None = None
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
@@ -122,23 +125,10 @@ class BalancedGate(nn.Module):
         with torch.autocast(input.device.type, enabled=False):
             logits = F.linear(input.float(), self.weight.float())
         self.z_loss = router_z_loss(logits)
-        routes = scored_routes(
-            logits,
-            self.k,
-            score=self.score,
-            bias=self.bias.float(),
-            groups=self.groups,
-            groups_used=self.groups_used,
-            normalize=self.normalize,
-            scale=self.scale,
-            used_token=used_token,
-        )
+        bias = self.bias.float()
+        routes = scored_routes(logits, self.k, bias=bias, used_token=used_token, **self.options)
         if self.training:
             self.seen += routes.exp_counts
-        return routes
-
-    def routes(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
-        routes: Routes = self(input, used_token)
         return routes
 
     def _set_ep_group(self, ep_group: object) -> None:

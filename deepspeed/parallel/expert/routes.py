@@ -88,10 +88,9 @@ def top1_routes(
     used = _used(experts, used_token)
     counts = _counts(experts, used, gates.shape[1])
     l_aux = (gates.mean(0) * _shares(counts, gates)).sum() * gates.shape[1]
-    kept = used
-    if capacity is not None:
-        priority = torch.rand(len(experts), device=gates.device) if random_selection else None
-        kept = used & _fits(experts, used, gates.shape[1], capacity, priority)
+    random = random_selection and capacity is not None
+    priority = torch.rand(len(experts), device=gates.device) if random else None
+    kept = _kept(experts, used, gates.shape[1], capacity, priority)
     return _routes(gates, experts, kept, counts, l_aux, capacity)
 
 
@@ -110,10 +109,7 @@ def top2_routes(
     counts = _counts(experts, used, gates.shape[1])
     first_counts = _counts(first, used[:, :1], gates.shape[1])
     l_aux = (gates.mean(0) * _shares(first_counts, gates)).mean() * gates.shape[1] ** 2
-    kept = used
-    if capacity is not None:
-        fits = _fits(experts.T.reshape(-1, 1), used.T.reshape(-1, 1), gates.shape[1], capacity, None)
-        kept = used & fits.view(2, -1).T
+    kept = _kept(experts.T, used.T, gates.shape[1], capacity, None).T
     return _normalized(replace(_routes(gates, experts, kept, counts, l_aux, capacity), by_choice=True))
 
 
@@ -135,10 +131,8 @@ def topk_routes(
     used = _used(experts, used_token)
     counts = _counts(experts, used, gates.shape[1])
     l_aux = (gates.mean(0) * _shares(counts, gates)).mean() * gates.shape[1] ** 2 / k
-    kept = used
-    if capacity is not None:
-        priority = gates.detach().gather(1, experts).reshape(-1) if drop_policy == "probs" else None
-        kept = used & _fits(experts, used, gates.shape[1], capacity, priority)
+    priority = gates.detach().gather(1, experts).reshape(-1) if drop_policy == "probs" else None
+    kept = _kept(experts, used, gates.shape[1], capacity, priority)
     return _normalized(_routes(gates, experts, kept, counts, l_aux, capacity))
 
 
@@ -177,16 +171,18 @@ def _shares(counts: Tensor, gates: Tensor) -> Tensor:
     return counts.to(gates.dtype) / len(gates)
 
 
-def _fits(experts: Tensor, used: Tensor, count: int, capacity: int, priority: Tensor | None) -> Tensor:
-    """Return a mask of the choices [n, k] within each expert's ``capacity``: the first ones, or those of the highest
-    ``priority`` [n * k]."""
+def _kept(experts: Tensor, used: Tensor, count: int, capacity: int | None, priority: Tensor | None) -> Tensor:
+    """Return which of the ``used`` choices [n, k] are within each expert's ``capacity`` (None: all): the first ones, or
+    those of the highest ``priority`` [n * k]."""
+    if capacity is None:
+        return used
     flat = torch.where(used, experts, count).reshape(-1)
     if priority is None:
-        return (_places(flat) < capacity).view_as(experts)
+        return used & (_places(flat) < capacity).view_as(experts)
     order = priority.argsort(descending=True, stable=True)
     fits = torch.empty_like(flat, dtype=torch.bool)
     fits[order] = _places(flat[order]) < capacity
-    return fits.view_as(experts)
+    return used & fits.view_as(experts)
 
 
 def _places(experts: Tensor) -> Tensor:

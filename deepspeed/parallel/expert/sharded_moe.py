@@ -7,6 +7,7 @@ lists of choices (``routes.py``) and sorted tokens (``dispatch.py``), with the s
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,15 +20,9 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, halve, permute, run_experts
+from deepspeed.parallel.expert.dispatch import TokenOrder, route_to_experts
 from deepspeed.parallel.expert.metrics import RoutingStats
-from deepspeed.parallel.expert.routes import (
-    Routes,
-    capacity_of,
-    top1_routes,
-    top2_routes,
-    topk_routes,
-)
+from deepspeed.parallel.expert.routes import Routes, capacity_of, top1_routes, top2_routes, topk_routes
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
 from deepspeed.transforms.recompute.rng import RegionRNG
 
@@ -379,14 +374,6 @@ class MOELayer(nn.Module):
                 f"the {self.ep_size} ranks that share the layer's experts are not known yet: call "
                 "deepspeed.initialize, or the layer's set_deepspeed_parallelism()"
             )
-        parts = halve(len(tokens), self._ranks, tokens.device)
-        orders = [TokenOrder.of(routes, part) for part in parts]
-        exchanges = TokenExchange.agree([order.counts for order in orders], self._ranks, self.watch)
-        rows = [permute(tokens[part], order) for part, order in zip(parts, orders, strict=True)]
+        order_of = partial(TokenOrder.of, routes)
         with self._numbers.different():
-            outputs = run_experts(rows, exchanges, self.experts)
-        made = [
-            combine(each, routes.weights[part], order)
-            for each, part, order in zip(outputs, parts, orders, strict=True)
-        ]
-        return made[0] if len(made) == 1 else torch.cat(made)
+            return route_to_experts(tokens, routes.weights, order_of, self._ranks, self.experts, self.watch)

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import AutoEPConfig
-from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, halve, permute, run_experts
+from deepspeed.parallel.expert.dispatch import TokenOrder, route_to_experts
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import ExpertRanks, stacked_experts
 
@@ -64,7 +64,9 @@ class ExpertParallelism:
             total = int(experts.num_experts)  # type: ignore[arg-type]
             _keep_own(experts, size, number, context)
             triton = not self.config.disable_triton_grouped_mm
-            _send_tokens(experts, ExpertRanks(ranks, total, f"ep_size_{size}", triton))
+            experts._ds_spread = ExpertRanks(ranks, total, f"ep_size_{size}", triton)  # type: ignore[assignment]
+            experts.watch = None  # type: ignore[assignment]
+            experts.forward = types.MethodType(_forward, experts)
         context.report(
             f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}"
         )
@@ -122,30 +124,21 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context | Non
     experts.num_experts = local  # type: ignore[assignment]
 
 
-def _send_tokens(experts: nn.Module, spread: ExpertRanks) -> None:
-    experts._ds_spread = spread  # type: ignore[assignment]
-    experts.watch = None  # type: ignore[assignment]
-    experts.forward = types.MethodType(_forward, experts)
-
-
 @untraced
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the sum of the chosen experts' outputs times ``top_k_weights`` [tokens, k]: [tokens, hidden]. Choices of
     ``num_experts`` or more are ignored."""
     spread: ExpertRanks = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
-    parts = halve(len(chosen), spread.ranks, hidden_states.device)
-    orders = [TokenOrder.sort(chosen[part], spread.total) for part in parts]
     if self.watch is not None:
-        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
-    exchanges = TokenExchange.agree([order.counts for order in orders], spread.ranks, self.watch)
-    rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
-    outputs = run_experts(rows, exchanges, functools.partial(_compute, self))
-    made = [
-        combine(each, top_k_weights[part], order)
-        for each, part, order in zip(outputs, parts, orders, strict=True)
-    ]
-    return made[0] if len(made) == 1 else torch.cat(made)
+        counts = torch.bincount(chosen.reshape(-1), minlength=spread.total + 1)[: spread.total]
+        self.watch.routed(counts, chosen < spread.total, self.training)
+
+    def order_of(part: slice) -> TokenOrder:
+        return TokenOrder.sort(chosen[part], spread.total)
+
+    compute = functools.partial(_compute, self)
+    return route_to_experts(hidden_states, top_k_weights, order_of, spread.ranks, compute, self.watch)
 
 
 def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from deepspeed.parallel.tensor.cuts import even_sizes
+
 
 @dataclass(frozen=True)
 class HeadAssignment:
@@ -37,8 +39,8 @@ class HeadAssignment:
 
     def queries_of(self, rank: int) -> tuple[int, ...]:
         """Return the run of query heads of a rank; run lengths differ by at most one."""
-        start, stop = _bounds(self.heads, self.width, rank % self.width)
-        return tuple(range(start, stop))
+        sizes, place = even_sizes(self.heads, self.width), rank % self.width
+        return tuple(range(sum(sizes[:place]), sum(sizes[: place + 1])))
 
     def keys_of(self, rank: int) -> tuple[int, ...]:
         """Return the key/value heads that this rank's query heads use. Several ranks may use the same ones."""
@@ -87,10 +89,4 @@ def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:
             f"a sequence of {length} tokens cannot be sharded over {ranks} ranks: each needs at least one; pad it, or "
             "use a smaller sequence_parallel_size"
         )
-    return tuple(stop - start for start, stop in (_bounds(length, ranks, rank) for rank in range(ranks)))
-
-
-def _bounds(total: int, parts: int, part: int) -> tuple[int, int]:
-    each, more = divmod(total, parts)
-    start = part * each + min(part, more)
-    return start, start + each + (part < more)
+    return even_sizes(length, ranks)

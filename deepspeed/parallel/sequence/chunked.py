@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.chunks import Prefetcher, SequenceChunk
 from deepspeed.parallel.sequence.exchange import HeadExchange
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
+from deepspeed.parallel.tensor.cuts import even_sizes
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 Rotary = tuple[Tensor, Tensor]
@@ -41,8 +42,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
     """Return, for each chunk of ``length`` tokens, the number of tokens per rank (Note: which tokens)."""
-    sizes = [length // chunks + (at < length % chunks) for at in range(chunks)]
-    return [tuple(size // ranks + (rank < size % ranks) for rank in range(ranks)) for size in sizes]
+    return [even_sizes(size, ranks) for size in even_sizes(length, chunks)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,8 +97,8 @@ class ChunkedAttentionCall:
         )
         return cosines, sines
 
-    def keep(self, tensor: Tensor, *, in_use: bool = False) -> SequenceChunk:
-        return SequenceChunk(tensor, is_in_use=in_use, stream=self.stream, away=self.offload)
+    def keep(self, tensor: Tensor) -> SequenceChunk:
+        return SequenceChunk(tensor, stream=self.stream, away=self.offload)
 
 
 @untraced
@@ -127,8 +127,7 @@ def chunked_self_attention(
     return _ChunkedAttention.apply(call, keeping, *tensors)  # pyright: ignore[reportReturnType]
 
 
-@dataclass(eq=False)
-class _SavedChunks:
+class _SavedChunks(NamedTuple):
     """Tensors of one chunk saved for backward: [batch, own heads, all tokens of the chunk, size] each, and the input
     ``x``."""
 
@@ -138,10 +137,6 @@ class _SavedChunks:
     out: SequenceChunk
     lse: SequenceChunk
     x: SequenceChunk
-
-    @property
-    def of_queries(self) -> tuple[SequenceChunk, ...]:
-        return self.q, self.k, self.v, self.out, self.lse, self.x
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -207,7 +202,7 @@ class _ChunkBackward:
         self._load(len(kept) - 1)
 
     def _load(self, at: int) -> None:
-        for chunk in (*self.kept[at].of_queries, *(self.key_gradients[at] or ())) if at >= 0 else ():
+        for chunk in (*self.kept[at], *(self.key_gradients[at] or ())) if at >= 0 else ():
             chunk.load_to_gpu()
 
     def chunk(self, at: int) -> None:
@@ -215,10 +210,10 @@ class _ChunkBackward:
         groups = [self._group(earlier) for earlier in range(at)]
         added = at + 1 < len(self.kept)  # later chunks have already created the sums
         ahead = Prefetcher(groups, (2, 3) if added else ())
-        q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here.of_queries)
+        q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here)
         grad = self._context_gradient(at, out)
         dq, dk, dv = self._attention(at, ahead, grad, (q, k, v, out, lse))
-        for chunk in here.of_queries:
+        for chunk in here:
             chunk.offload()
         self._load(at - 1)
         tables = call.tables(at, q)

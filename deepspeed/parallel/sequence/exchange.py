@@ -7,6 +7,7 @@ ranks (shared keys and values): backward sums its gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.mappings import mapped
 
 Heads = tuple[tuple[int, ...], ...]
 """Heads that each rank of a group computes; () for ranks that compute none for this shard."""
@@ -50,14 +52,14 @@ class HeadExchange:
     @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
         """Return this rank's heads of all tokens, for several tensors in one all-to-all; differentiable."""
-        result: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), *tensors)  # pyright: ignore[reportAssignmentType]
+        result: tuple[Tensor, ...] = _Exchanged.apply(self, tuple(heads), True, *tensors)  # pyright: ignore[reportAssignmentType]
         return result
 
     @untraced
     def to_tokens(self, tensor: Tensor, heads: Heads) -> Tensor:
         """Return all heads of this rank's tokens, each head from one rank; differentiable."""
-        result: Tensor = _ToTokens.apply(self, heads, tensor)  # pyright: ignore[reportAssignmentType]
-        return result
+        result: tuple[Tensor] = _Exchanged.apply(self, (heads,), False, tensor)  # pyright: ignore[reportAssignmentType]
+        return result[0]
 
     def spread(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
         """Do ``to_heads`` outside autograd."""
@@ -108,7 +110,7 @@ class HeadExchange:
             return sent
         first = sent[0][0]
         outgoing = _flat(sent, first)
-        counts = [[_numel(shape) for shape in run] for run in shapes]
+        counts = [[math.prod(shape) for shape in run] for run in shapes]
         incoming = first.new_empty(sum(map(sum, counts)))
         sent_counts = [sum(each.numel() for each in run) for run in sent]
         self.comm.all_to_all(incoming, outgoing, [sum(run) for run in counts], sent_counts).wait()
@@ -116,44 +118,29 @@ class HeadExchange:
         return [[next(pieces).view(shape) for shape in run] for run in shapes]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], *tensors: Tensor
+        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], to_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.spread(tensors, heads)
+        ctx.heads = heads
+        ctx.back = exchange.collect if to_heads else exchange.spread
+        return (exchange.spread if to_heads else exchange.collect)(tensors, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.exchange.collect(grads, ctx.heads)
+        return None, None, None, *ctx.back(grads, ctx.heads)
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, heads: Heads, tensor: Tensor) -> Tensor:
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.collect((tensor,), (heads,))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
-
-
+@untraced
 def join_shards(own: Tensor, comm: Communicator, *, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
     """Concatenate all ranks' shards along ``dim``; backward sums each shard's gradient over ranks. ``lengths``: of the
     shards; None: they are exchanged. Collective, also in backward."""
     lengths = gather_lengths(own.shape[dim], comm, own.device) if lengths is None else lengths
-    result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
-    return result
+    lengths = tuple(lengths)
 
-
-class _JoinedShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, lengths: tuple[int, ...], comm: Communicator, dim: int) -> Tensor:
-        ctx.lengths, ctx.comm, ctx.dim = lengths, comm, dim
+    def gathered(own: Tensor) -> Tensor:
         if comm.size == 1:
             return own.clone()
         shape = list(own.shape)
@@ -165,12 +152,12 @@ class _JoinedShards(torch.autograd.Function):
         shards = zip(everyone, lengths, strict=True)
         return torch.cat([shard.narrow(dim, 0, length) for shard, length in shards], dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.comm.all_reduce(total).wait()
-        return total.split(ctx.lengths, ctx.dim)[ctx.comm.rank], None, None, None
+    def own_sum(grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total).wait()
+        return total.split(lengths, dim)[comm.rank]
+
+    return mapped(own, gathered, own_sum)
 
 
 def _pick(tensor: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
@@ -208,11 +195,4 @@ def _assembled(shards: Sequence[Tensor], heads: Heads, dim: int) -> Tensor:
     for shard, each in zip(shards, heads, strict=True):
         if each:
             result.index_add_(dim, torch.tensor(each, device=shard.device), shard)
-    return result
-
-
-def _numel(shape: Sequence[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -55,12 +56,7 @@ class Visibility:
             parts.append(row == self.documents[:, None, None, columns.start : columns.stop])
         if self.valid is not None:
             parts.append(self.valid[:, None, None, columns.start : columns.stop])
-        if not parts:
-            return None
-        result = parts[0]
-        for part in parts[1:]:
-            result = result & part
-        return result
+        return reduce(torch.bitwise_and, parts) if parts else None
 
     def block(self, rows: range, columns: range, device: torch.device) -> Mask:
         """Return ``mask``, or CAUSAL if that is equivalent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,7 @@ from deepspeed.parallel.tensor.cuts import replicated
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, SharedInput, part_of, tp_classes_of
 from deepspeed.parallel.tensor.mappings import copy_to, reduce_from
-from deepspeed.parallel.tensor.planning.arguments import change_argument
-from deepspeed.parallel.tensor.planning.attributes import change_attribute
+from deepspeed.parallel.tensor.planning.changes import apply_changes
 from deepspeed.parallel.tensor.planning.plan import (
     ParameterPlan,
     PlanError,
@@ -28,6 +28,7 @@ from deepspeed.parallel.tensor.planning.plan import (
 from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 OnSwap = Callable[[nn.Parameter, nn.Parameter], None]
+_CLASSES = {"column": LinearLayer, "row": LinearAllreduce, "vocabulary": VocabParallelEmbedding}
 
 
 def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, on_swap: OnSwap) -> None:
@@ -38,25 +39,25 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
     _check(module, plan)
     _agree(module, group)
     inputs: dict[str, Any] = defaultdict(SharedInput)
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in plan.parameters):
-        own = {
-            name.rpartition(".")[2]: each
-            for name, each in plan.parameters.items()
-            if name.rpartition(".")[0] == path
-        }
+    layers: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
+    for name, each in plan.parameters.items():
+        path, _, own_name = name.rpartition(".")
+        layers[path][own_name] = each
+    for path, own in layers.items():
         _change_layer(module, path, own, plan, group, inputs, on_swap)
     for vocabulary in plan.vocabulary:
         _spread_vocabulary(module, vocabulary, group, on_swap)
-    for change in plan.attributes:
-        change_attribute(module.get_submodule(change.module), change, group.rank)
-    for argument in plan.arguments:
-        change_argument(module.get_submodule(argument.module), argument, group.rank)
+    apply_changes(module, plan, group.rank)
+
+    def summed_gradient(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return copy_to(output, group)
+
     for path in plan.outputs_summed:
-        module.get_submodule(path).register_forward_hook(SummedGradient(group))
+        module.get_submodule(path).register_forward_hook(summed_gradient)
     params = dict(module.named_parameters())
     for name in plan.summed:
         if params[name].requires_grad:
-            params[name].register_hook(ParameterSum(group))
+            params[name].register_hook(functools.partial(_summed, group=group))
 
 
 def _agree(module: nn.Module, group: Communicator) -> None:
@@ -99,24 +100,15 @@ def _change_layer(
         for name, each in own.items():
             _slice(layer, name, each, group, on_swap)
         return
+    options: dict[str, Any] = {}
     if weight.kind == "column":
         bias = own.get("bias")
         if bias is not None and bias.cut.parts != weight.cut.parts:
             raise PlanError(f"weight and bias of {path} are split differently")
         shared = plan.inputs.get(path)
-        given: Any = _same_input if shared is None else inputs[shared]
-        made: nn.Module = tp_classes_of(layer).get("column", LinearLayer)(
-            _known_linear(layer),
-            group,
-            gather_output=weight.gather,
-            cut=weight.cut,
-            shared_input=given,
-            name=path,
-        )
-    else:
-        made = tp_classes_of(layer).get("row", LinearAllreduce)(
-            _known_linear(layer), group, cut=weight.cut, name=path
-        )
+        options["gather_output"] = weight.gather
+        options["shared_input"] = _same_input if shared is None else inputs[shared]
+    made = _class_for(layer, weight.kind)(_known_linear(layer), group, cut=weight.cut, name=path, **options)
     made.train(layer.training)
     for name, old in layer.named_parameters(recurse=False):
         on_swap(old, getattr(made, name))
@@ -138,13 +130,12 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
     weight = bias = None
     for path, layer in layers:
         if path in plan.heads:
-            made: Any = tp_classes_of(layer).get("column", LinearLayer)(
+            made = _class_for(layer, "column")(
                 _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
             )
             bias = made.bias = made.bias if bias is None else bias
         else:
-            spread = tp_classes_of(layer).get("vocabulary", VocabParallelEmbedding)
-            made = spread(layer, group, cut=plan.cut, weight=weight, name=path)
+            made = _class_for(layer, "vocabulary")(layer, group, cut=plan.cut, weight=weight, name=path)
         weight = made.weight
         _replace(module, layer, made.train(layer.training))
     for old, new in zip(olds, (weight, bias), strict=False):
@@ -171,6 +162,10 @@ def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator
     on_swap(old, new)
 
 
+def _class_for(layer: nn.Module, kind: str) -> Any:
+    return tp_classes_of(layer).get(kind, _CLASSES[kind])
+
+
 def _known_linear(layer: nn.Module) -> nn.Module:
     """Return ``layer``, or a plain linear layer with its parameters if it is an ``nn.Linear`` with a custom forward
     (tracing has shown that it computes the same)."""
@@ -187,28 +182,6 @@ def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor
     return inputs
 
 
-class SummedGradient:
-    """Forward hook that sums the partial gradients of a module's replicated output over ranks."""
-
-    def __init__(self, group: Communicator) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return copy_to(output, self.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SummedGradient:
-        return self
-
-
-class ParameterSum:
-    """Gradient hook that sums the partial gradients of a replicated parameter over ranks."""
-
-    def __init__(self, group: Communicator) -> None:
-        self.group = group
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        with torch.no_grad():
-            return reduce_from(grad, self.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSum:
-        return self
+def _summed(grad: Tensor, group: Communicator) -> Tensor:
+    with torch.no_grad():
+        return reduce_from(grad, group)

@@ -64,11 +64,6 @@ class Cut:
         return cls.fused(dim, [even_sizes(size // blocks, ranks, grain)] * blocks)
 
     @classmethod
-    def of_sizes(cls, dim: int, sizes: Sequence[int]) -> Cut:
-        """Cut into consecutive runs of these extents, one per rank."""
-        return cls.fused(dim, [sizes])
-
-    @classmethod
     def fused(cls, dim: int, blocks: Sequence[Sequence[int]]) -> Cut:
         """Cut several matrices side by side; ``blocks[i][rank]`` is a rank's extent of the i-th."""
         parts: list[list[Interval]] = [[] for _ in blocks[0]]
@@ -110,15 +105,8 @@ class Cut:
 
     def shared(self) -> tuple[Interval, ...]:
         """Return the intervals that more than one rank holds, ascending."""
-        edges = sorted({edge for rank in self.parts for part in rank for edge in part})
-        found: list[Interval] = []
-        for low, high in zip(edges, edges[1:], strict=False):
-            if sum(a <= low and high <= b for rank in self.parts for a, b in rank) > 1:
-                if found and found[-1][1] == low:
-                    found[-1] = (found[-1][0], high)
-                else:
-                    found.append((low, high))
-        return tuple(found)
+        again = [part for rank in range(self.ranks) for part in self.elsewhere(rank)]
+        return _overlaps(again, [(0, self.size)])
 
     def elsewhere(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals that ``rank`` shares with an earlier rank, which counts those elements."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from deepspeed.base.module_utils import move_hooks
 from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator, communicator_of
+from deepspeed.parallel.sequence.exchange import gather_lengths
 from deepspeed.parallel.tensor.cuts import Cut, replicated
 from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from deepspeed.parallel.tensor.mappings import copy_to, gather_from, reduce_from_, shared_weight, split_to
@@ -35,10 +36,8 @@ from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer"]
 
 
-class InputMapping(Protocol):
-    """Processing of a column-parallel layer's input."""
-
-    def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None, /) -> Tensor: ...
+InputMapping = Callable[[Tensor, Communicator, SequenceRegion | None], Tensor]
+"""Processing of a column-parallel layer's input."""
 
 
 class SharedInput:
@@ -68,10 +67,8 @@ class SharedInput:
         if gone is self._seen:
             self._seen = self._made = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput()
-
     def __reduce__(self) -> tuple[Any, ...]:
+        """Copy without the cached result."""
         return SharedInput, ()
 
 
@@ -232,7 +229,7 @@ class _ParallelLinear(TensorParallelLayer):
         weight: Any = module.weight
         size = zero_params.full_shape(weight)[1 - dim if self.transposed else dim]
         if cut is None and own:
-            cut = Cut.of_sizes(dim, _extents(size, self.group, weight.device))
+            cut = Cut.fused(dim, [gather_lengths(size, self.group, weight.device)])
         elif cut is None:
             cut = Cut.even(dim, size, self.group.size)
         check_ranks(cut, self.group, cut.size if own else size)
@@ -407,10 +404,8 @@ class LinearLayer(_ParallelLinear):
         """Return whether to gather the output. Compiled code does not support ``VocabParallelLogits``."""
         if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
             return True
-        return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
-
-    def _is_training(self) -> bool:
-        return self.training and torch.is_grad_enabled()
+        training = self.training and torch.is_grad_enabled()
+        return (self.gather_in_evaluation or self.stand_in) and not training
 
 
 class LinearAllreduce(_ParallelLinear):
@@ -473,9 +468,3 @@ def _is_transposed(module: nn.Module) -> bool:
         f"{type(module).__name__} does not compute the same as nn.Linear or Transformers' Conv1D and cannot "
         "be split; keep it whole"
     )
-
-
-def _extents(own: int, group: Communicator, device: torch.device) -> Sequence[int]:
-    every = torch.empty(group.size, dtype=torch.int64, device=device)
-    group.all_gather(every, torch.tensor([own], dtype=torch.int64, device=device)).wait()
-    return every.tolist()

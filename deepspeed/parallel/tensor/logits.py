@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.tiled.lazy_logits import METADATA, POINTWISE, is_plain, picks_positions
@@ -96,12 +96,12 @@ class VocabParallelLogits(torch.Tensor):
                 return found
         # A reentrant checkpoint calls backward of its recomputed outputs with grad mode off.
         with torch.set_grad_enabled(torch.is_grad_enabled() or func is torch.autograd.backward):
-            args, kwargs = tree_map(_whole, (args, kwargs))
+            args, kwargs = tree_map_only(VocabParallelLogits, VocabParallelLogits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(VocabParallelLogits, VocabParallelLogits.values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -142,14 +142,6 @@ _IN_PLACE = frozenset(
     for name in "mul_ div_ add_ sub_ tanh_ clamp_ __imul__ __itruediv__ __iadd__ __isub__".split()
 )
 _ELEMENTWISE = POINTWISE | _IN_PLACE | {torch.Tensor.detach, torch.Tensor.clone, torch.clone, torch.neg}
-
-
-def _whole(each: Any) -> Any:
-    return each.whole() if isinstance(each, VocabParallelLogits) else each
-
-
-def _values(each: Any) -> Any:
-    return each.values() if isinstance(each, VocabParallelLogits) else each
 
 
 def _locally(logits: VocabParallelLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

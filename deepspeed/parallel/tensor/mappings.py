@@ -44,13 +44,13 @@ def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
 @untraced
 def reduce_from(inputs: Tensor, group: Communicator) -> Tensor:
     """Sum all ranks' ``inputs``, for work replicated on all ranks."""
-    return inputs if group.size == 1 else _Sum.apply(inputs, group)
+    return inputs if group.size == 1 else _Sum.apply(inputs, group, False)
 
 
 @untraced
 def reduce_from_(inputs: Tensor, group: Communicator) -> Tensor:
     """Do ``reduce_from`` in place, for a fresh tensor that no one else uses and its backward does not need."""
-    return inputs if group.size == 1 else _SumInPlace.apply(inputs, group)
+    return inputs if group.size == 1 else _Sum.apply(inputs, group, True)
 
 
 @untraced
@@ -125,7 +125,7 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
     total = _summed if cut is None else partial(_summed_where_shared, cut=cut)
-    return _Mapping.apply(weight, _same, lambda grad: total(grad, group))
+    return mapped(weight, _same, lambda grad: total(grad, group))
 
 
 @untraced
@@ -136,12 +136,15 @@ def gather_whole(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 
 def _mapped(inputs: Tensor, group: Communicator, forward: Map, backward: Map) -> Tensor:
-    return inputs if group.size == 1 else _Mapping.apply(inputs, forward, backward)
+    return inputs if group.size == 1 else mapped(inputs, forward, backward)
+
+
+def mapped(inputs: Tensor, forward: Map, backward: Map) -> Tensor:
+    """Return ``forward(inputs)``, computed outside autograd; the gradient is ``backward(gradient of the result)``."""
+    return _Mapping.apply(inputs, forward, backward)
 
 
 class _Mapping(torch.autograd.Function):
-    """Computes ``forward(inputs)``; the gradient is ``backward(gradient of the result)``."""
-
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.map = backward
@@ -155,26 +158,16 @@ class _Mapping(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
-        return _summed(inputs, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SumInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
-        if not inputs.is_contiguous():
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, in_place: bool) -> Tensor:
+        if not in_place or not inputs.is_contiguous():
             return _summed(inputs, group)
         ctx.mark_dirty(inputs)
         group.all_reduce(inputs).wait()
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 # --- Moving bytes, outside autograd ---------------------------------------------------------------------------
@@ -279,20 +272,15 @@ def _summed_where_shared(grad: Tensor, group: Communicator, cut: Cut) -> Tensor:
     shape = list(grad.shape)
     shape[cut.dim] = sum(high - low for low, high in shared)
     total = grad.new_zeros(shape)
-
-    def places() -> list[tuple[int, int, int]]:
-        """Return (position in ``grad``, position in ``total``, extent) of each run."""
-        return [
-            (own[0], start + whole[0] - interval[0], own[1] - own[0])
-            for interval, start in zip(shared, starts, strict=True)
-            for own, whole in cut.local(group.rank, [interval])
-        ]
-
-    found = places()
-    for position, target, extent in found:
+    runs = [  # (position in ``grad``, position in ``total``, extent)
+        (own[0], start + whole[0] - interval[0], own[1] - own[0])
+        for interval, start in zip(shared, starts, strict=True)
+        for own, whole in cut.local(group.rank, [interval])
+    ]
+    for position, target, extent in runs:
         total.narrow(cut.dim, target, extent).copy_(grad.narrow(cut.dim, position, extent))
     group.all_reduce(total).wait()
     result = grad.clone(memory_format=torch.contiguous_format)
-    for position, target, extent in found:
+    for position, target, extent in runs:
         result.narrow(cut.dim, position, extent).copy_(total.narrow(cut.dim, target, extent))
     return result

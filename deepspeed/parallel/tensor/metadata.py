@@ -52,66 +52,34 @@ def _derived(placement: Placement) -> dict[str, Any] | None:
     }
 
 
-def description(
-    *,
-    partition_type: str,
-    partition_dim: int | None,
-    logical_shape: Sequence[int],
-    output_shape: Sequence[int],
-    sub_param_shape: Sequence[Any] | None = None,
-    sub_param_sizes: Sequence[int] | None = None,
-    target_partition_shape: Sequence[int] | None = None,
-    original_shape: Sequence[int] | None = None,
-    is_bias: bool = False,
-    replicated: bool = False,
-) -> dict[str, Any]:
-    """Build the dict of one parameter.
-
-    ``logical_shape``: of the whole parameter; ``target_partition_shape``: of this rank's part; ``sub_param_shape``: the
-    matrices side by side as ``SubParamLinearLayer`` takes them; ``sub_param_sizes``: their extents.
-    """
-    conversion = {
-        "partition_type": partition_type,
-        "partition_dim": partition_dim,
-        "sub_param_shape": _as_tuple(sub_param_shape),
-        "original_shape": _as_tuple(original_shape),
-        "is_bias": is_bias,
-        "replicated": replicated,
-    }
-    return {
-        **conversion,
-        "logical_shape": _as_tuple(logical_shape),
-        "output_shape": _as_tuple(output_shape),
-        "sub_param_sizes": _as_tuple(sub_param_sizes),
-        "target_partition_shape": _as_tuple(target_partition_shape),
-        CONVERSION: conversion,
-    }
-
-
 def describe(
     param: Tensor, cut: Cut | None, kind: str, *, is_bias: bool, shape: Sequence[Any] | None = None
 ) -> None:
     """Attach the dict to a layer's ``param``, cut by ``cut`` (None: replicated). ``shape``: the user's description of
-    the matrices side by side."""
+    the matrices side by side, as ``SubParamLinearLayer`` takes it."""
     own = tuple(zero_params.full_shape(param))
     whole = own if cut is None else (*own[: cut.dim], cut.size, *own[cut.dim + 1 :])
     sizes = None if cut is None else _blocks(cut)
-    if cut is not None and shape is None and sizes is not None and len(sizes) > 1:
-        shape = tuple(sizes if dim == cut.dim else -1 for dim in range(2))
-    made = description(
-        partition_type=kind,
-        partition_dim=None if cut is None else cut.dim,
-        logical_shape=whole,
-        output_shape=whole[:1],
-        sub_param_shape=None if cut is None else shape,
-        sub_param_sizes=sizes if sizes is not None and len(sizes) > 1 else None,
-        target_partition_shape=own,
-        original_shape=whole,
-        is_bias=is_bias,
-        replicated=cut is None,
-    )
-    if cut is not None and sizes is None:
-        made[CONVERSION] = {**made[CONVERSION], "partition_type": _UNSUPPORTED}
+    several = sizes if sizes is not None and len(sizes) > 1 else None
+    if cut is not None and shape is None and several is not None:
+        shape = tuple(several if dim == cut.dim else -1 for dim in range(2))
+    conversion = {
+        "partition_type": kind,
+        "partition_dim": None if cut is None else cut.dim,
+        "sub_param_shape": None if cut is None else _as_tuple(shape),
+        "original_shape": whole,
+        "is_bias": is_bias,
+        "replicated": cut is None,
+    }
+    expressible = cut is None or sizes is not None
+    made = {
+        **conversion,
+        "logical_shape": whole,
+        "output_shape": whole[:1],
+        "sub_param_sizes": several,
+        "target_partition_shape": own,
+        CONVERSION: conversion if expressible else {**conversion, "partition_type": _UNSUPPORTED},
+    }
     setattr(param, constants.DS_AUTOTP_UC_META, made)
 
 

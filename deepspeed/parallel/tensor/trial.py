@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,14 +49,13 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
         module = materialize_module(plan.example, device)
         inputs = materialize_inputs(plan.example, device)
         own = plan.within(module)
-        whole = _WholeRun()
-        failed = _run(module, inputs, own, group.rank, whole.keep)
+        comparison = _ObservedRuns()
+        failed = _run(module, inputs, own, group.rank, comparison.keep)
         if _largest(failed is not None, group, device):
             return f"not compared with the whole model: its stand-in does not run ({failed})"
         apply_plan(module, own, _SilentCommunicator(group), lambda *_: None)
-        split = _TrialSplit(whole)
-        failed = _run(module, inputs, own, group.rank, split.compare)
-    return _outcome(split, failed, _rounding(module, device), group, device)
+        failed = _run(module, inputs, own, group.rank, comparison.compare)
+    return _outcome(comparison, failed, _rounding(module, device), group, device)
 
 
 class _SilentCommunicator(Communicator):
@@ -75,12 +74,14 @@ class _SilentCommunicator(Communicator):
         return DONE
 
 
-class _WholeRun:
-    """Records inputs and outputs of layers in the whole run."""
+class _ObservedRuns:
+    """Records inputs and outputs of layers in the whole run, and compares those of the split run with them. ``errors``:
+    relative differences at ``places``, in order."""
 
     def __init__(self) -> None:
-        self.values: dict[str, list[Tensor]] = defaultdict(list)
+        self.values: dict[str, deque[Tensor]] = defaultdict(deque)
         self.places: list[str] = []
+        self.errors: list[float] = []
 
     def keep(self, place: str, value: Tensor) -> Tensor:
         if not place.startswith(_OUTPUT):
@@ -88,17 +89,8 @@ class _WholeRun:
         self.values[place].append(value.clone())
         return value
 
-
-class _TrialSplit:
-    """Compares the split run with the recorded one. ``errors``: relative differences at ``places``, in order."""
-
-    def __init__(self, whole: _WholeRun) -> None:
-        self.values = {place: iter(every) for place, every in whole.values.items()}
-        self.places = whole.places
-        self.errors: list[float] = []
-
     def compare(self, place: str, value: Tensor) -> Tensor:
-        whole = next(self.values[place])
+        whole = self.values[place].popleft()
         if not place.startswith(_OUTPUT):
             self.errors.append(_difference(value, whole))
         return whole
@@ -161,17 +153,17 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
 
 
 def _outcome(
-    split: _TrialSplit, failed: str | None, limit: float, group: Communicator, device: torch.device
+    comparison: _ObservedRuns, failed: str | None, limit: float, group: Communicator, device: torch.device
 ) -> str:
     """Return the outcome as text. PlanError, on all ranks, for the first difference that any of them has seen."""
-    errors = split.errors
+    errors = comparison.errors
     wrong = [number for number, error in enumerate(errors) if not error <= limit]
     mine = wrong[0] if wrong else len(errors) if failed else math.inf
     first = -_largest(-mine, group, device)
     if first == math.inf:
         worst = _largest(max(errors, default=0.0), group, device)
         return f"compared with the whole model on a few tokens: largest relative difference {worst:.0e}"
-    place = split.places[min(int(first), len(split.places) - 1)]
+    place = comparison.places[min(int(first), len(comparison.places) - 1)]
     why = "on another rank" if mine > first else failed or f"relative difference {errors[int(first)]:.1e}"
     raise PlanError(
         f"split over {group.size} ranks, the model would compute different results than unsplit, starting "
@@ -197,7 +189,8 @@ _MAX_FP32 = 2**31
 def materialize_module(example: Example, device: torch.device) -> nn.Module:
     """Materialize the example's module on ``device`` in evaluation mode, with random weights of trained magnitude, and
     ties preserved. Buffers keep the user's values if known."""
-    module, numbers = example.module, _numbers(device)
+    module = example.module
+    numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(device)
     few = sum(param.numel() for param in module.parameters()) <= _MAX_FP32
     memo: dict[int, Any] = {}
     for param in module.parameters():
@@ -234,13 +227,9 @@ def _value(meta: Tensor, tokens: int, source: torch.Generator) -> Tensor:
     return torch.randint(tokens, meta.shape, generator=source).to(meta.dtype)
 
 
-def _numbers(device: torch.device) -> Tensor:
-    """Return normally distributed numbers, fp32 [_PERIOD]."""
-    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(device)
-
-
 def _random(shape: torch.Size, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return random weights: around 1 for norms and biases, else scaled so that products keep the size of inputs."""
+    """Return random weights, of normally distributed ``numbers``: around 1 for norms and biases, else scaled so that
+    products keep the size of inputs."""
     made = torch.empty(shape, dtype=dtype, device=numbers.device)
     flat = made.view(-1)
     for start in range(0, flat.numel(), _PERIOD):

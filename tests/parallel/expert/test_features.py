@@ -95,7 +95,7 @@ def test_the_exchange_of_one_half_during_the_work_of_the_other(stage: int, share
     """Both in forward and in backward."""
     use_shared_memory(shared_memory)
     try:
-        with mock.patch("deepspeed.parallel.expert.sharded_moe.halve", halves):
+        with mock.patch("deepspeed.parallel.expert.dispatch.halve", halves):
             assert_equals_alone(config(stage), 2)
     finally:
         use_shared_memory(True)

@@ -75,7 +75,7 @@ def test_in_a_layer() -> None:
     layer = MOELayer(gate, experts, "ep_size_1", 1, 4)
     tokens = torch.randn(2, 5, HIDDEN)
     output = layer(tokens, None)
-    routes = gate.routes(tokens.view(-1, HIDDEN))
+    routes = gate(tokens.view(-1, HIDDEN))
     for token, row in enumerate(tokens.view(-1, HIDDEN)):
         wanted = sum(
             w * experts.deepspeed_experts[int(e)](row)

@@ -120,17 +120,14 @@ class UlyssesSPAttentionHF(nn.Module):
         attention = cls(
             attn=attention_function(core),
             batch_size=micro_batch_size,
-            attn_head_count=target.heads,
-            attn_head_size=target.head_size,
-            kv_head_count=target.kv_heads,
-            num_hidden_layers=int(target.config.num_hidden_layers),
             process_group=parallel_state_sp.get_sequence_parallel_group(),
             seq_length_is_variable=seq_length_is_variable,
             local_seq_length=None if length is None else length // sequence_parallel_size,
             global_seq_length=length,
             disable_in_eval=disable_in_eval,
+            **target.counts,
         )
-        register(attention, core, target)
+        attention.take_over(core, target)
         return parallel_state_sp
 
     @untraced
@@ -155,7 +152,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 with fewer heads than ranks.
         """
         if self.disable_in_eval and not self._is_training(module):
-            own = attention_mask.local_mask() if isinstance(attention_mask, DeferredMask) else attention_mask
+            own = attention_mask.local if isinstance(attention_mask, DeferredMask) else attention_mask
             out, _ = self.attn(module, query, key, value, own, *args, **kwargs)
             return out, None
         self.calls += 1
@@ -172,7 +169,8 @@ class UlyssesSPAttentionHF(nn.Module):
         if group is None:
             index = torch.tensor(plan.key_of_query(comm.rank), device=key.device)
             key, value, group = key.index_select(1, index), value.index_select(1, index), 1
-        seen = sequence.visibility(_is_causal(module, kwargs), _window(module, kwargs))
+        window = kwargs.get("sliding_window")
+        seen = sequence.visibility(_is_causal(module, kwargs), None if window is None else int(window))
         if plan.head_groups > 1:
             ring = Ring(comm, plan.parts(sequence.lengths), plan.width)
             out = _ring_attention(ring, query, key, value, seen, kwargs)
@@ -182,10 +180,36 @@ class UlyssesSPAttentionHF(nn.Module):
         back = HeadExchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
         return back.to_tokens(out, queries), None
 
-    def belong_to(self, model: nn.Module) -> None:
-        """Let the mode of ``model`` decide whether this is an evaluation, not that of single layers: frozen layers may
-        be in evaluation mode while the model is trained on shards."""
-        self._model = weakref.ref(model)
+    def take_over(self, core: str, target: AttentionTarget) -> None:
+        """Register with Transformers in place of ``core``.
+
+        The mode of the model, if given, then decides whether a forward is an evaluation, not that of single layers:
+        frozen layers may be in evaluation mode while the model is trained on shards. After its first forward, before
+        any gradient, ValueError is raised unless each layer has called this attention. Some models accept any attention
+        but keep computing their own, which would see only one shard.
+        """
+        register(self.forward, core, target)
+        if not isinstance(target.model, nn.Module):
+            return
+        self._model = weakref.ref(target.model)
+        layers = (
+            int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
+        )
+        before = self.calls
+
+        def check(model: nn.Module, *_: Any) -> None:
+            if self.disable_in_eval and not model.training:
+                return
+            handle.remove()
+            calls = self.calls - before
+            if calls < layers:
+                raise ValueError(
+                    f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers "
+                    "called the registered attention; the others compute their own and would only see one shard of "
+                    "the sequence"
+                )
+
+        handle = target.model.register_forward_hook(check)
 
     def _is_training(self, module: nn.Module) -> bool:
         model = self._model() if self._model is not None else None
@@ -244,15 +268,12 @@ def shard_attention(
     attention = UlyssesSPAttentionHF(
         attn=attention_function(core),
         batch_size=1,
-        attn_head_count=target.heads,
-        attn_head_size=target.head_size,
-        kv_head_count=target.kv_heads,
-        num_hidden_layers=int(target.config.num_hidden_layers),
         process_group=process_group,
         seq_length_is_variable=True,
         disable_in_eval=disable_in_eval,
+        **target.counts,
     )
-    register(attention, core, target)
+    attention.take_over(core, target)
     return core
 
 
@@ -270,11 +291,6 @@ class _LocalHeads:
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
-
-
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    window = kwargs.get("sliding_window")
-    return None if window is None else int(window)
 
 
 def _ring_attention(
@@ -308,21 +324,18 @@ def _full_attention(
             kwargs["position_ids"] = sequence.positions
         return attn(local, query, key, value, seen.valid, *args, **kwargs)[0]
     kwargs.pop("sliding_window", None)
-    length = query.shape[2]
-    if seen.is_plain(length):
-        return attn(local, query, key, value, None, *args, **kwargs)[0]
+
+    def attend(seen: Visibility, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tokens = range(query.shape[2])
+        mask = None if seen.is_plain(len(tokens)) else seen.mask(tokens, tokens, query.device)
+        return attn(local, query, key, value, mask, *args, **kwargs)[0]
+
     segments = seen.segments()
     if segments is None:
-        mask = seen.mask(range(length), range(length), query.device)
-        return attn(local, query, key, value, mask, *args, **kwargs)[0]
+        return attend(seen, query, key, value)
     alone = Visibility(causal=seen.causal, window=seen.window)
     rows = []
     for at, bounds in enumerate(segments):  # per document: no work across documents, no large mask
-        pieces = []
-        for start, stop in bounds:
-            q, k, v = (each[at : at + 1, :, start:stop] for each in (query, key, value))
-            tokens = range(stop - start)
-            mask = None if alone.is_plain(stop - start) else alone.mask(tokens, tokens, query.device)
-            pieces.append(attn(local, q, k, v, mask, *args, **kwargs)[0])
-        rows.append(torch.cat(pieces, dim=1))
+        own = ([each[at : at + 1, :, start:stop] for each in (query, key, value)] for start, stop in bounds)
+        rows.append(torch.cat([attend(alone, *each) for each in own], dim=1))
     return torch.cat(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,20 +82,17 @@ class UlyssesSPDataLoaderAdapter:
         """Send ``parts[rank]`` to each rank and return the received parts in rank order."""
         if self.sp_world_size == 1:
             return parts or []
-        forms: list[Any] = [None] * self.sp_world_size
-        dist.all_gather_object(forms, parts and [_form(part) for part in parts], group=self.sp_group)
         comm = communicator_of(self.sp_group)
-        where = "cpu" if dist.get_backend(self.sp_group) == "gloo" else self.device
-        outgoing = [_bytes(part) for part in parts] if parts else [_bytes({})] * self.sp_world_size
-        sizes = [_size(form[self.sp_rank]) if form else 0 for form in forms]
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=where)
-        together = torch.cat(outgoing).to(where)
-        comm.all_to_all(incoming, together, sizes, [len(each) for each in outgoing]).wait()
-        return [
-            _unpacked(form[self.sp_rank], run)
-            for form, run in zip(forms, incoming.split(sizes), strict=True)
-            if form
-        ]
+        where = torch.device("cpu") if dist.get_backend(self.sp_group) == "gloo" else self.device
+        nothing = torch.empty(0, dtype=torch.uint8)
+        outgoing = [_packed(part) for part in parts] if parts else [nothing] * self.sp_world_size
+        counts = torch.tensor([len(each) for each in outgoing], device=where)
+        sizes = torch.empty_like(counts)
+        comm.all_to_all(sizes, counts).wait()
+        received = sizes.tolist()
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=where)
+        comm.all_to_all(incoming, torch.cat(outgoing).to(where), received, counts.tolist()).wait()
+        return [_unpacked(run) for run in incoming.cpu().split(received) if len(run)]
 
 
 def _sharded(batch: Any, ranks: int) -> list[dict[str, Any]]:
@@ -143,40 +141,15 @@ def _to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-# A shard is sent as one byte buffer; its form has the dtype and shape of each tensor, and all other values.
+def _packed(part: dict[str, Any]) -> Tensor:
+    """Return the bytes of a shard, uint8."""
+    buffer = io.BytesIO()
+    # Copied, because a view would be saved with all of its batch's memory.
+    torch.save(
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in part.items()}, buffer
+    )
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _form(part: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    return {
-        key: (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, value)
-        for key, value in part.items()
-    }
-
-
-def _bytes(part: dict[str, Any]) -> Tensor:
-    runs = [
-        value.contiguous().view(-1).view(torch.uint8) for value in part.values() if isinstance(value, Tensor)
-    ]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.uint8)
-
-
-def _size(form: dict[str, tuple[Any, ...]]) -> int:
-    return sum(_bytes_of(*each) for each in form.values() if each[0] is not None)
-
-
-def _bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _unpacked(form: dict[str, tuple[Any, ...]], run: Tensor) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    at = 0
-    for key, (dtype, what) in form.items():
-        if dtype is None:
-            result[key] = what
-            continue
-        size = _bytes_of(dtype, what)
-        # Copied, because a view at an arbitrary byte may be misaligned for its dtype.
-        result[key] = run[at : at + size].clone().view(dtype).view(what)
-        at += size
-    return result
+def _unpacked(run: Tensor) -> dict[str, Any]:
+    return torch.load(io.BytesIO(run.numpy().tobytes()), map_location="cpu", weights_only=False)

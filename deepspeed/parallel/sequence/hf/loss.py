@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator, communicator_of
+from deepspeed.parallel.tensor.mappings import mapped
 
 
 @untraced
@@ -33,29 +33,19 @@ def token_mean(loss: Tensor, tokens: Tensor | int, group: Any) -> Tensor:
         engine takes, is the gradient of this value.
     """
     count = torch.as_tensor(tokens, dtype=torch.float64, device=loss.device)
-    result: Tensor = _Weighted.apply(loss, count, communicator_of(group), True)  # pyright: ignore[reportAssignmentType]
-    return result
+    return _weighted(loss, count, communicator_of(group), mean=True)
 
 
 @untraced
 def token_sum(loss: Tensor, group: Any) -> Tensor:
     """Return the sum of the ranks' losses, which are already divided by the total number of tokens. Collective."""
     count = torch.ones((), dtype=torch.float64, device=loss.device)
-    result: Tensor = _Weighted.apply(loss, count, communicator_of(group), False)  # pyright: ignore[reportAssignmentType]
-    return result
+    return _weighted(loss, count, communicator_of(group), mean=False)
 
 
-class _Weighted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, count: Tensor, comm: Communicator, mean: bool) -> Tensor:
-        weighted = torch.where(count > 0, loss.double() * count, 0.0)
-        sums = torch.stack([weighted, count])
-        comm.all_reduce(sums).wait()
-        total = sums[1].clamp(min=1.0) if mean else torch.ones_like(count)
-        ctx.weight, ctx.dtype = comm.size * count / total, loss.dtype
-        return (sums[0] / total).to(loss.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (grads[0] * ctx.weight).to(ctx.dtype), None, None, None
+def _weighted(loss: Tensor, count: Tensor, comm: Communicator, *, mean: bool) -> Tensor:
+    sums = torch.stack([torch.where(count > 0, loss.detach().double() * count, 0.0), count])
+    comm.all_reduce(sums).wait()
+    total = sums[1].clamp(min=1.0) if mean else torch.ones_like(count)
+    result, weight = (sums[0] / total).to(loss.dtype), comm.size * count / total
+    return mapped(loss, lambda _: result, lambda grad: (grad * weight).to(loss.dtype))

@@ -9,7 +9,8 @@ once per forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import gather_lengths
+from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 from deepspeed.parallel.sequence.visibility import Visibility, documents_of
 
-_KNOWN = {
+_PACKED = {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
+_KNOWN = _PACKED | {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
     "sliding_window_causal_mask_function", "and_masks", "padding_mask_function",
-    "packed_sequence_mask_function", "packed_sequence_compatibility_function",
     "remap_positions_for_packed_sequence", "add_offsets_to_mask_function",
 }  # fmt: skip
 """The parts of Transformers' mask functions that `Visibility` supports, or derives itself (packing)."""
@@ -35,7 +36,6 @@ class DeferredMask:
 
     arguments: dict[str, Any]
     make: Callable[..., Any]
-    _own: list[Any] = field(default_factory=list)
     _sequence: SequenceMetadata | None = None
 
     @classmethod
@@ -47,11 +47,10 @@ class DeferredMask:
             "and would only see one shard of the sequence"
         )
 
-    def local_mask(self) -> Any:
-        """Return the mask without sequence parallelism."""
-        if not self._own:
-            self._own.append(self.make(**self.arguments))
-        return self._own[0]
+    @cached_property
+    def local(self) -> Any:
+        """The mask without sequence parallelism."""
+        return self.make(**self.arguments)
 
     @property
     def padding(self) -> Tensor | None:
@@ -66,10 +65,7 @@ class DeferredMask:
 
     def is_packed(self) -> bool:
         """Return whether the model detected packed documents in this shard."""
-        parts = parts_of_mask(self.arguments.get("mask_function"))
-        return not parts.isdisjoint(
-            {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
-        )
+        return not parts_of_mask(self.arguments.get("mask_function")).isdisjoint(_PACKED)
 
     def unknown_parts(self) -> list[str]:
         """Return the parts of the mask function that shards do not support."""
@@ -97,18 +93,9 @@ class SequenceMetadata:
     positions: Tensor | None = None
     documents: Tensor | None = None
     valid: Tensor | None = None
-    _visibilities: dict[tuple[bool, int | None], Visibility] = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        return sum(self.lengths)
 
     def visibility(self, causal: bool, window: int | None) -> Visibility:
-        found = self._visibilities.get((causal, window))
-        if found is None:
-            found = Visibility(causal=causal, window=window, documents=self.documents, valid=self.valid)
-            self._visibilities[causal, window] = found
-        return found
+        return Visibility(causal=causal, window=window, documents=self.documents, valid=self.valid)
 
 
 @untraced
@@ -143,10 +130,10 @@ def gather_sequence(
                 f"sequence parallelism needs the attention mask of a shard as [batch, {tokens}], got "
                 f"{list(padding.shape)}"
             )
-        valid = _gather(comm, padding.expand(batch, -1).to(torch.int64), lengths).bool()
+        valid = join_shards(padding.expand(batch, -1).long(), comm, dim=1, lengths=lengths).bool()
         valid = None if bool(valid.all()) else valid
     elif positions is not None and positions.dim() == 2 and positions.shape[-1] == tokens:
-        whole = _gather(comm, positions.expand(batch, -1).to(torch.int64), lengths)
+        whole = join_shards(positions.expand(batch, -1).long(), comm, dim=1, lengths=lengths)
         documents = documents_of(whole)
     return SequenceMetadata(lengths, whole, documents, valid)
 
@@ -163,18 +150,6 @@ def _lengths_of_one_document(
             "separated in a sharded sequence; pad instead of packing"
         )
     return lengths
-
-
-def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Gather [batch, own tokens] of all ranks into [batch, all tokens]."""
-    if comm.size == 1:
-        return own
-    batch = own.shape[0]
-    padded = own.new_zeros(batch, max(lengths))
-    padded[:, : own.shape[1]] = own
-    everyone = own.new_empty(comm.size, batch, max(lengths))
-    comm.all_gather(everyone, padded).wait()
-    return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
 
 
 def parts_of_mask(function: Any) -> set[str]:

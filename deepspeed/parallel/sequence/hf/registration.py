@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -17,17 +17,6 @@ NAME = "ulysses"
 
 _SHARDABLE = {"full_attention", "sliding_attention"}
 _HAS_NO_BLOCKS = ("eager", "flex_attention")
-
-
-class CountedAttention(Protocol):
-    calls: int
-    disable_in_eval: bool
-
-    def belong_to(self, model: nn.Module) -> None: ...
-
-    def forward(
-        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -58,16 +47,15 @@ class AttentionTarget:
         return cls(type(model).__name__, text_config(model.config), model)
 
     @property
-    def heads(self) -> int:
-        return int(self.config.num_attention_heads)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
-
-    @property
-    def head_size(self) -> int:
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
+    def counts(self) -> dict[str, int]:
+        """Its numbers of layers and heads, under the names of `UlyssesSPAttentionHF`'s arguments."""
+        config, heads = self.config, int(self.config.num_attention_heads)
+        return {
+            "attn_head_count": heads,
+            "attn_head_size": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            "kv_head_count": int(getattr(config, "num_key_value_heads", None) or heads),
+            "num_hidden_layers": int(config.num_hidden_layers),
+        }
 
     def core_name(self, wanted: str | None) -> str:
         """Return the name of the local attention. ValueError: the model's differs or needs whole masks, or the model
@@ -121,31 +109,25 @@ def _fetch_kernel(name: str) -> None:
         raise ValueError(f"core_attn_implementation={name!r} could not be loaded: {problem}") from problem
 
 
-def register(attention: CountedAttention, core: str, target: AttentionTarget) -> None:
-    """Register ``attention`` over ``core`` with Transformers under NAME, and set it on the model.
+def register(attend: Callable[..., Any], core: str, target: AttentionTarget) -> None:
+    """Register ``attend`` over ``core`` with Transformers under NAME, and set it on the model.
 
     A model given by name and loaded later looks up its attention as ``core`` (unless loaded with
-    ``attn_implementation="ulysses"``). So ``attention`` also replaces ``core``, for every model of the process, until
+    ``attn_implementation="ulysses"``). So ``attend`` also replaces ``core``, for every model of the process, until
     `unregister`.
     """
     functions, masks = attention_registries("sequence parallelism of Transformers' models")
     make = _own(masks[core]) if core in masks.valid_keys() else no_mask
 
-    def ulysses_attention_forward(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return attention.forward(module, query, key, value, attention_mask, *args, **kwargs)
+    def ulysses_attention_forward(*args: Any, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs)
 
     make_mask = mask_function_over(make)
     functions.register(NAME, ulysses_attention_forward)
     masks.register(NAME, make_mask)
-    model = target.model
-    if model is not None:
+    if target.model is not None:
         target.config._attn_implementation = NAME
-    if isinstance(model, nn.Module):
-        attention.belong_to(model)
-        _check_first_forward(target, attention)
-    else:
+    if not isinstance(target.model, nn.Module):
         _stand_in(functions, core, ulysses_attention_forward, _own(functions[core]))
         _stand_in(masks, core, make_mask, make)
 
@@ -175,24 +157,3 @@ def unregister() -> None:
         for name in set(registry.valid_keys()) - {NAME}:
             if _own(registry[name]) is not registry[name]:
                 registry[name] = _own(registry[name])
-
-
-def _check_first_forward(target: AttentionTarget, attention: CountedAttention) -> None:
-    """Check after the first forward, before any gradient, that each layer has called ``attention``. Some models accept
-    any attention but keep computing their own, which would see only one shard."""
-    assert target.model is not None
-    layers = int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
-    before = attention.calls
-
-    def check(model: nn.Module, *_: Any) -> None:
-        if attention.disable_in_eval and not model.training:
-            return
-        handle.remove()
-        calls = attention.calls - before
-        if calls < layers:
-            raise ValueError(
-                f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers called "
-                "the registered attention; the others compute their own and would only see one shard of the sequence"
-            )
-
-    handle = target.model.register_forward_hook(check)

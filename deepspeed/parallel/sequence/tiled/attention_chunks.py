@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,19 +30,15 @@ class NotChunkable(ValueError):
     """A module's attention cannot be chunked; the message says why."""
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkedProjections:
-    """Chunked causal self-attention with a module's four projections."""
+class ChunkedForward:
+    """Replacement ``forward`` of an attention module, causal, with its four projections: chunks of ``chunk`` tokens
+    when training on longer sequences.
 
-    module: Any
-    size: int
-    scale: float
-    stream: SideStream
+    NotChunkable: it has a window, dropout, another attention than "sdpa", or projections that are no plain linear
+    layers.
+    """
 
-    @classmethod
-    def of(cls, module: nn.Module) -> ChunkedProjections:
-        """Wrap ``module``. NotChunkable: it has a window, dropout, another attention than "sdpa", or projections that
-        are no plain linear layers."""
+    def __init__(self, module: nn.Module, chunk: int) -> None:
         own: Any = module
         for name in (*_IN, _OUT):
             if type(getattr(own, name)) is not nn.Linear or "forward" in vars(getattr(own, name)):
@@ -64,9 +59,37 @@ class ChunkedProjections:
             raise NotChunkable(
                 f"its model has attn_implementation={core!r} (or its sequences are sharded), not 'sdpa'"
             )
-        return cls(module, size, float(getattr(own, "scaling", None) or size**-0.5), SideStream())
+        self.module, self.chunk, self.size = own, chunk, size
+        self.scale = float(getattr(own, "scaling", None) or size**-0.5)
+        self.stream = SideStream()
 
-    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], chunk: int) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the attention. ValueError: a mask (padding, packed documents), or a cache, with a sequence longer
+        than a chunk."""
+        module = self.module
+        bound = self._signature.bind(module, *args, **kwargs).arguments
+        given = {**bound.pop("kwargs", {}), **bound}
+        x = given["hidden_states"]
+        if x.shape[1] <= self.chunk or not module.training:
+            return type(module).forward(module, *args, **kwargs)
+        if given.get("attention_mask") is not None:
+            raise ValueError(
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got an attention mask "
+                f"for {x.shape[1]} tokens. Chunked attention is causal, without padding or packed "
+                "documents; leave attention_mask and position_ids out, or set attention_chunk to null"
+            )
+        if any(given.get(name) is not None for name in _CACHES):
+            raise ValueError(
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got a key-value cache "
+                "in training; set model.config.use_cache to False"
+            )
+        return self.attend(x, given["position_embeddings"], self.chunk), None
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward)
+
+    def attend(self, x: Tensor, tables: tuple[Tensor, Tensor], chunk: int) -> Tensor:
         """Map x [batch, tokens, hidden], with cosines and sines [batch or 1, tokens, size], to [batch, tokens,
         hidden]."""
         # Read in every call: at stage 3, the attribute access gathers them.
@@ -95,40 +118,6 @@ def _tokens_first(table: Tensor) -> Tensor:
     return table.transpose(0, 1).unsqueeze(2)
 
 
-class ChunkedForward:
-    """Replacement ``forward`` of an attention module: chunks of ``chunk`` tokens when training on longer sequences."""
-
-    def __init__(self, attend: ChunkedProjections, chunk: int) -> None:
-        self.attend = attend
-        self.chunk = chunk
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the attention. ValueError: a mask (padding, packed documents), or a cache, with a sequence longer
-        than a chunk."""
-        module = self.attend.module
-        bound = self._signature.bind(module, *args, **kwargs).arguments
-        given = {**bound.pop("kwargs", {}), **bound}
-        x = given["hidden_states"]
-        if x.shape[1] <= self.chunk or not module.training:
-            return type(module).forward(module, *args, **kwargs)
-        if given.get("attention_mask") is not None:
-            raise ValueError(
-                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got an attention mask "
-                f"for {x.shape[1]} tokens. Chunked attention is causal, without padding or packed "
-                "documents; leave attention_mask and position_ids out, or set attention_chunk to null"
-            )
-        if any(given.get(name) is not None for name in _CACHES):
-            raise ValueError(
-                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got a key-value cache "
-                "in training; set model.config.use_cache to False"
-            )
-        return self.attend(x, given["position_embeddings"], self.chunk), None
-
-    @cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(type(self.attend.module).forward)
-
-
 def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of each attention with the four projections."""
     for path, each in module.named_modules():
@@ -145,12 +134,12 @@ def chunked(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
     """
     if "forward" in vars(module):
         raise NotChunkable("its forward has already been replaced")
-    attend = ChunkedProjections.of(module)
+    made = ChunkedForward(module, chunk)
     kind = _kind_of(module)
     if kind not in proven:
-        _compare(module, attend)
+        _compare(module, made)
         proven.add(kind)
-    return ChunkedForward(attend, chunk)
+    return made
 
 
 def _kind_of(module: nn.Module) -> Any:
@@ -163,7 +152,7 @@ def _kind_of(module: nn.Module) -> Any:
     return type(module), shapes, tuple(sorted(plain.items()))
 
 
-def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
+def _compare(module: nn.Module, chunked: ChunkedForward) -> None:
     """Raise NotChunkable if the module and its chunked attention differ. Scores are large (about 9), to expose
     capping."""
     draw = torch.Generator().manual_seed(0)
@@ -173,13 +162,13 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
         for name, shape in shapes.items()
     }
     x = torch.randn(_BATCH, _LENGTH, shapes[f"{_IN[0]}.weight"][1], generator=draw)
-    angles = torch.rand(1, _LENGTH, attend.size // 2, generator=draw).repeat(1, 1, 2) * 6
+    angles = torch.rand(1, _LENGTH, chunked.size // 2, generator=draw).repeat(1, 1, 2) * 6
     tables = (angles.cos(), angles.sin())
     inputs = {"hidden_states": x, "position_embeddings": tables, "attention_mask": None}
     try:
         with torch.no_grad():
             expected = torch.func.functional_call(module, tensors, (), inputs)
-            found = torch.func.functional_call(_SingleRankGroup(attend), tensors, (x, tables))
+            found = torch.func.functional_call(_SingleRankGroup(chunked), tensors, (x, tables))
     except Exception as error:
         raise NotChunkable(f"its forward on hidden states and rotary tables fails: {error}") from error
     expected = expected[0] if isinstance(expected, tuple) else expected
@@ -193,13 +182,13 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
 
 
 class _SingleRankGroup(nn.Module):
-    """Module that runs ``attend``, with the parameter names of its attention module, for ``functional_call``."""
+    """Module that runs ``chunked``, with the parameter names of its attention module, for ``functional_call``."""
 
-    def __init__(self, attend: ChunkedProjections) -> None:
+    def __init__(self, chunked: ChunkedForward) -> None:
         super().__init__()
-        for name, child in attend.module.named_children():
+        for name, child in chunked.module.named_children():
             self.add_module(name, child)
-        self.attend = attend
+        self.chunked = chunked
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return self.attend(x, tables, 4)
+        return self.chunked.attend(x, tables, 4)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from deepspeed.parallel.sequence.tiled.tiles import TiledCall, run_tiles, tile_lengths
 from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments, reduced
@@ -90,12 +90,12 @@ class LazyLogits(torch.Tensor):
                     return _GRAPH[func](first)
                 if first._whole is None and (later := _deferred(first, func, args[1:], kwargs)) is not None:
                     return later
-        args, kwargs = tree_map(_whole, (args, kwargs))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -105,10 +105,6 @@ _GRAPH: dict[Any, Callable[[LazyLogits], Any]] = {
     torch.Tensor.is_leaf.__get__: lambda logits: False,  # type: ignore[attr-defined]
 }
 """Autograd attributes, answered without computing the logits."""
-
-
-def _whole(each: Any) -> Any:
-    return each.whole() if isinstance(each, LazyLogits) else each
 
 
 def _width(logits: LazyLogits) -> int:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
+from deepspeed.parallel.tensor.cuts import even_sizes
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 from deepspeed.zero.gathering.gathered_parameters import KeepGathered
 
@@ -33,8 +34,7 @@ def tile_lengths(length: int, tiles: int) -> list[int]:
     """Split ``length`` into ``tiles`` lengths that differ by at most one; fewer if ``length`` is smaller."""
     if tiles < 1:
         raise ValueError(f"shards={tiles}: must be at least 1")
-    tiles = max(1, min(tiles, length))
-    return [length // tiles + (i < length % tiles) for i in range(tiles)]
+    return list(even_sizes(length, max(1, min(tiles, length))))
 
 
 @dataclass(eq=False)
@@ -160,10 +160,6 @@ class _TiledForward:
             whole.narrow(dim, *place).copy_(result)
         return whole
 
-    def part_of(self, grad: Tensor, turn: int) -> Tensor:
-        """Return one tile's part of the gradient of the joined result."""
-        return grad.narrow(self.call.join_dim, *self.places[turn])
-
     def forget_inputs(self) -> None:
         """Drop the tensors, which autograd saves, and the leaves' accumulators, which the node keeps alive."""
         self.inputs = [_SavedTensor if isinstance(each, Tensor) else each for each in self.inputs]
@@ -191,12 +187,12 @@ class TiledFunction(torch.autograd.Function):
         inputs = [next(saved) if each is _SavedTensor else each for each in run.inputs]
         gradients = _Gradients(run, inputs)
         with run.context.replay(), KeepGathered(run.leaves) as whole:
-            for turn, index in enumerate(run.call.order):
+            for place, index in zip(run.places, run.call.order, strict=True):
                 tiles = run.call.tiles(inputs, index, run.needed)
                 with torch.enable_grad():
                     result = run.call.result(tiles)
                 whole.take()
-                gradients.add(index, tiles, result, run.part_of(grads[0], turn))
+                gradients.add(index, tiles, result, grads[0].narrow(run.call.join_dim, *place))
                 del tiles, result
         return None, *gradients.finish()
 

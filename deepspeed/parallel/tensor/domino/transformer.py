@@ -266,12 +266,7 @@ class DominoTransformerLayer(DominoModule):
             config.hidden_size, own * blocks, group, config, config.init_method, bias=bias, blocks=blocks
         )
         self.linear_fc2 = RowParallelLinearNoComm(
-            own,
-            config.hidden_size,
-            config,
-            config.output_layer_init_method,
-            bias=bias,
-            tp_group=group,
+            own, config.hidden_size, config, config.output_layer_init_method, bias=bias, tp_group=group
         )
         self.is_gated = blocks == 2
         self.activation = getattr(

@@ -133,31 +133,3 @@ def _source(kind: type) -> str:
             except (OSError, TypeError):
                 continue
     return "\n".join(texts)
-
-
-def change_attribute(module: nn.Module, change: AttributeChange, rank: int) -> None:
-    """Set the attribute of ``module`` to the value of ``rank``."""
-    name, value = change.name, change.values[rank]
-    if not change.in_config:
-        setattr(module, name, value)
-        return
-    config: Any = module.config
-    if isinstance(config, LocalConfig):
-        config.own[name] = value
-    else:
-        vars(module)["config"] = LocalConfig(config, {name: value})
-
-
-class LocalConfig:
-    """A module's view of the model's config, with ``own`` overriding some values."""
-
-    def __init__(self, config: Any, own: dict[str, int]) -> None:
-        vars(self).update(config=config, own=own)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("config", "own"):
-            raise AttributeError(name)
-        return self.own[name] if name in self.own else getattr(self.config, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.config, name, value)

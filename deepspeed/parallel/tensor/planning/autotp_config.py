@@ -150,15 +150,15 @@ def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPCo
 
 
 def _column(*names: str, **more: Any) -> TPLayerSpec:
-    return TPLayerSpec(patterns=[_pattern(name) for name in names], **more)
+    return TPLayerSpec(patterns=[rf".*\.{name}\.weight$" for name in names], **more)
 
 
 def _row(*names: str) -> TPLayerSpec:
     return _column(*names, partition_type=PartitionType.ROW)
 
 
-def _pattern(name: str) -> str:
-    return rf".*\.{name}\.weight$"
+def _config(*specs: TPLayerSpec) -> AutoTPConfig:
+    return AutoTPConfig(layer_specs=list(specs))
 
 
 def _skip(*names: str) -> TPLayerSpec:
@@ -177,56 +177,50 @@ class AutoTPPresets:
 
     @staticmethod
     def llama() -> AutoTPConfig:
-        specs = [_column(*_QKV), _row(r"self_attn\.o_proj"), _column(*_GATED), _row(r"mlp\.down_proj")]
-        return AutoTPConfig(layer_specs=specs)
+        return _config(_column(*_QKV), _row(r"self_attn\.o_proj"), _column(*_GATED), _row(r"mlp\.down_proj"))
 
     @staticmethod
     def llama_gqa(num_heads: int, num_kv_heads: int, head_dim: int) -> AutoTPConfig:
         """Return rules for a fused q, k and v projection with fewer k and v heads."""
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         fused = _column(r"self_attn\.qkv_proj", shape=(sizes, -1), partition_dim=0)
-        specs = [fused, *AutoTPPresets.llama().layer_specs]
-        return AutoTPConfig(layer_specs=specs)
+        return _config(fused, *AutoTPPresets.llama().layer_specs)
 
     @staticmethod
     def bloom() -> AutoTPConfig:
-        specs = [
+        return _config(
             _column(r"self_attention\.query_key_value", r"mlp\.dense_h_to_4h"),
             _row(r"self_attention\.dense", r"mlp\.dense_4h_to_h"),
-        ]
-        return AutoTPConfig(layer_specs=specs)
+        )
 
     @staticmethod
     def chatglm() -> AutoTPConfig:
-        specs = [
+        return _config(
             _column(r"self_attention\.query_key_value"),
             _column(r"mlp\.dense_h_to_4h", shape=(2, -1), partition_dim=0),
             _row(r"self_attention\.dense", r"mlp\.dense_4h_to_h"),
-        ]
-        return AutoTPConfig(layer_specs=specs)
+        )
 
     @staticmethod
     def mixtral() -> AutoTPConfig:
-        specs = [
+        return _config(
             _column(*_QKV),
             _row(r"self_attn\.o_proj"),
             _column(r"block_sparse_moe\.experts\.\d+\.w[13]"),
             _row(r"block_sparse_moe\.experts\.\d+\.w2"),
             _skip(r"block_sparse_moe\.gate"),
-        ]
-        return AutoTPConfig(layer_specs=specs)
+        )
 
     @staticmethod
     def deepseek_v2() -> AutoTPConfig:
         """Return rules that keep the projections to latent vectors whole, as all heads share them."""
-        specs = [
+        return _config(
             _skip(r"self_attn\.q_a_proj", r"self_attn\.kv_a_proj_with_mqa", r"mlp\.gate"),
             _column(r"self_attn\.q_proj", r"self_attn\.q_b_proj", r"self_attn\.kv_b_proj"),
             _row(r"self_attn\.o_proj"),
             _column(r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up)_proj"),
             _row(r"mlp\.(experts\.\d+\.|shared_experts\.)?down_proj"),
-        ]
-        return AutoTPConfig(layer_specs=specs)
+        )
 
     @staticmethod
     def qwen2() -> AutoTPConfig:
@@ -234,13 +228,12 @@ class AutoTPPresets:
 
     @staticmethod
     def phi3() -> AutoTPConfig:
-        specs = [
+        return _config(
             _column(r"self_attn\.qkv_proj", shape=(3, -1), partition_dim=0),
             _row(r"self_attn\.o_proj"),
             _column(r"mlp\.gate_up_proj", shape=(2, -1), partition_dim=0),
             _row(r"mlp\.down_proj"),
-        ]
-        return AutoTPConfig(layer_specs=specs)
+        )
 
     @staticmethod
     def get_preset(model_type: str) -> AutoTPConfig | None:

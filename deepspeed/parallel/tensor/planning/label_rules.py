@@ -49,11 +49,7 @@ class LabelRules:
                 self.labels.forbid(each.ids, reason)
 
     def _operands(self, node: Node) -> list[tuple[Node, Value]]:
-        found: list[tuple[Node, Value]] = []
-        for each in node.all_input_nodes:
-            value = self.graph.values[each]
-            found += [(each, v) for v in as_list(value)]
-        return found
+        return [(each, v) for each in node.all_input_nodes for v in as_list(self.graph.values[each])]
 
     def _unknown(self, node: Node, name: str, operands: Operands) -> Any:
         for _, value in operands:
@@ -72,7 +68,6 @@ class LabelRules:
 _PASSES = frozenset(
     "to clone contiguous detach alias dropout native_dropout _to_copy type_as view reshape".split()
 )
-_TURNS = frozenset("t transpose permute numpy_T".split())
 _PRODUCTS = frozenset("linear addmm mm matmul".split())
 
 
@@ -86,13 +81,13 @@ def factors(trace: Trace) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for node in trace.graph.nodes:
-        weight = _weight_of(node, trace)
+        weight = weight_of(node, trace)
         if weight is None:
             continue
         middle = node.meta["val"].shape[-1]
         into = node.all_input_nodes[0].meta["val"].shape[-1]
         for end in _ends(node):
-            second = _weight_of(end, trace)
+            second = weight_of(end, trace)
             if second is not None and middle < min(into, end.meta["val"].shape[-1]):
                 found[second] = weight
     return found
@@ -114,13 +109,14 @@ def _ends(node: Node) -> list[Node]:
     return ends
 
 
-def _weight_of(node: Node, trace: Trace) -> str | None:
-    """Return the name of the weight if the node is a linear layer, else None."""
+def weight_of(node: Node, trace: Trace) -> str | None:
+    """Return the name of the weight if the node is a linear layer, looking through operations on the weight alone, else
+    None."""
     if node.op != "call_function" or operation_name(node) not in _PRODUCTS:
         return None
     for each in node.all_input_nodes[1:]:
         place = each
-        while place.op == "call_function" and operation_name(place) in _TURNS:
+        while place.op == "call_function" and len(place.all_input_nodes) == 1:
             place = place.all_input_nodes[0]
         name = trace.params.get(place.name)
         if name is not None and len(place.meta["val"].shape) == 2:

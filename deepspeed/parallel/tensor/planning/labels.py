@@ -7,6 +7,7 @@ are united (union-find); labels that remain separate can be computed on differen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -32,9 +33,7 @@ class Labels:
     def fresh(self, *shape: int, sharable: Tensor | None = None) -> Tensor:
         """Return an int64 tensor of new labels. Those where ``sharable`` [shape, bool] are for elements that several
         ranks may hold: they do not unite the labels that depend on them."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = prod(shape)
         made = torch.arange(self._count, self._count + count).view(shape)
         self._count += count
         flags = torch.zeros(count, dtype=torch.bool) if sharable is None else sharable.reshape(-1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
 from deepspeed.parallel.tensor.planning.propagation import propagate_labels
-from deepspeed.parallel.tensor.planning.solver import Axis, Solution, SplitRegion
+from deepspeed.parallel.tensor.planning.solver import Axis, Solution, SplitRegion, intervals_of
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import LabelledGraph
 
@@ -41,7 +41,7 @@ def in_local_order(plan: TensorParallelPlan, solution: Solution, parts: Parts) -
     for (name, dim), by_rank in orders.items():
         each = parameters[name]
         if each.cut.dim == dim and len(by_rank) == plan.ranks:
-            intervals = tuple(_runs(by_rank[rank]) for rank in range(plan.ranks))
+            intervals = tuple(intervals_of(by_rank[rank]) for rank in range(plan.ranks))
             parameters[name] = replace(each, cut=Cut(dim, each.cut.size, intervals))
     return replace(plan, parameters=parameters)
 
@@ -99,15 +99,3 @@ def _positions(cut: Cut, rank: int) -> Tensor:
     """Return the positions that the rank holds, int64."""
     runs = [torch.arange(low, high) for low, high in cut.parts[rank]]
     return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
-
-
-def _runs(positions: Tensor) -> tuple[tuple[int, int], ...]:
-    """Merge positions, in this order, into as few intervals as possible."""
-    if not len(positions):
-        return ()
-    breaks = (torch.diff(positions) != 1).nonzero().flatten().add(1).tolist()
-    edges = [0, *breaks, len(positions)]
-    return tuple(
-        (int(positions[start]), int(positions[end - 1]) + 1)
-        for start, end in zip(edges, edges[1:], strict=False)
-    )

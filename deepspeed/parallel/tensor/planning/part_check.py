@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from deepspeed.parallel.tensor.planning.arguments import change_argument
-from deepspeed.parallel.tensor.planning.attributes import change_attribute
+from deepspeed.parallel.tensor.planning.changes import apply_changes
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels, varies
 from deepspeed.parallel.tensor.planning.local_order import Parts
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
@@ -52,11 +51,11 @@ def trace_parts(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Par
 def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Mismatch:
     own = _meta_part(run.module, plan, rank)
     owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
-    place = _ModuleStack(own, [path for path in owners if path])
+    inside = _track(own, [path for path in owners if path])
     try:
         part = trace(own, run.inputs)
     except TraceError as error:
-        return Mismatch(place.path, str(error))
+        return Mismatch(inside[-1] if inside else "", str(error))
     held = _held(solution, rank)
     for whole, local in zip(_steps(run), _steps(part), strict=False):
         if whole.target != local.target:
@@ -71,26 +70,20 @@ def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int
     return part
 
 
-class _ModuleStack:
-    """Tracks the module that the forward is in."""
+def _track(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Return a list that holds the paths of the modules that the forward is in, of those in ``paths``."""
+    inside: list[str] = []
+    for path in paths:
 
-    def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
-        self._stack: list[str] = []
-        for path in paths:
-            each = module.get_submodule(path)
-            each.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path))
-            each.register_forward_hook(lambda *_: void(self._stack.pop()))
+        def enter(*_: Any, path: str = path) -> None:
+            inside.append(path)
 
-    @property
-    def path(self) -> str:
-        return self._stack[-1] if self._stack else ""
+        def leave(*_: Any) -> None:
+            inside.pop()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleStack:
-        return self
-
-
-def void(value: object) -> None:
-    """Discard a value: a hook must not return anything."""
+        module.get_submodule(path).register_forward_pre_hook(enter)
+        module.get_submodule(path).register_forward_hook(leave)
+    return inside
 
 
 def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
@@ -107,10 +100,7 @@ def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Mod
                 new = module._parameters[name] = made[id(param)]
                 if name == "weight" and isinstance(getattr(module, "nf", None), int):
                     vars(module)["nf"] = new.shape[1]
-    for change in plan.attributes:
-        change_attribute(own.get_submodule(change.module), change, rank)
-    for argument in plan.arguments:
-        change_argument(own.get_submodule(argument.module), argument, rank)
+    apply_changes(own, plan, rank)
     return own
 
 

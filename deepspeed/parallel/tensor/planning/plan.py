@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.parallel.tensor.cuts import Cut
 
 SplitKind = Literal["column", "row", "sliced"]
+T = TypeVar("T")
 
 
 class PlanError(ExplainedError, ValueError):
@@ -100,25 +101,39 @@ class TensorParallelPlan:
     def within(self, module: nn.Module) -> TensorParallelPlan:
         """Restrict the plan to ``module``, which has some of the parameters and modules under the same names."""
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
+        known = params | {path for path, _ in module.named_modules(remove_duplicate=False)}
 
         def weighted(layers: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(path for path in layers if f"{path}.weight" in params)
 
+        vocabulary = tuple(
+            replace(each, embeddings=weighted(each.embeddings), heads=weighted(each.heads))
+            for each in self.vocabulary
+            if each.weight in params
+        )
+        return replace(self.renamed(lambda name: [name] * (name in known)), vocabulary=vocabulary)
+
+    def renamed(self, names: Callable[[str], Sequence[str]]) -> TensorParallelPlan:
+        """Return the plan for a model that has each parameter and module under ``names(its name)``: several, or none.
+        Vocabularies stay as they are."""
+
+        def every(mapping: Mapping[str, T]) -> dict[str, T]:
+            return {new: value for name, value in mapping.items() for new in names(name)}
+
+        inputs: dict[str, str | None] = {}
+        for path, shared in self.inputs.items():
+            shares = [] if shared is None else names(shared)
+            for number, new in enumerate(names(path)):
+                inputs[new] = shares[number] if number < len(shares) else shared
         return replace(
             self,
-            parameters={name: each for name, each in self.parameters.items() if name in params},
-            inputs={path: name for path, name in self.inputs.items() if path in paths},
-            outputs_summed=tuple(path for path in self.outputs_summed if path in paths),
-            summed=tuple(name for name in self.summed if name in params),
-            attributes=tuple(each for each in self.attributes if each.module in paths),
-            arguments=tuple(each for each in self.arguments if each.module in paths),
-            vocabulary=tuple(
-                replace(each, embeddings=weighted(each.embeddings), heads=weighted(each.heads))
-                for each in self.vocabulary
-                if each.weight in params
-            ),
-            whole={name: why for name, why in self.whole.items() if name in params},
+            parameters=every(self.parameters),
+            inputs=inputs,
+            outputs_summed=tuple(every(dict.fromkeys(self.outputs_summed))),
+            summed=tuple(every(dict.fromkeys(self.summed))),
+            attributes=tuple(replace(c, module=new) for c in self.attributes for new in names(c.module)),
+            arguments=tuple(replace(c, module=new) for c in self.arguments for new in names(c.module)),
+            whole=every(self.whole),
         )
 
     def describe(self) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
 
 from deepspeed.parallel.tensor.planning.attributes import attribute_changes
+from deepspeed.parallel.tensor.planning.label_rules import weight_of
 from deepspeed.parallel.tensor.planning.local_order import in_local_order
 from deepspeed.parallel.tensor.planning.part_check import Mismatch, trace_parts
 from deepspeed.parallel.tensor.planning.plan import (
@@ -20,12 +22,11 @@ from deepspeed.parallel.tensor.planning.plan import (
     ParameterPlan,
     PlanError,
     TensorParallelPlan,
-    VocabularyPlan,
 )
 from deepspeed.parallel.tensor.planning.rules import Rules, apply_rules, author_rules, plan_by_rules
 from deepspeed.parallel.tensor.planning.solver import Solution, kind_of, solve
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, traceable_copy
-from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, LabelledGraph, Value, source
+from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, LabelledGraph, source, values_in
 from deepspeed.parallel.tensor.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
@@ -89,17 +90,13 @@ def _trace_shortened(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, kept: Container[str]
 ) -> tuple[Trace, RepeatedBlocks]:
     """Trace the model with one block for all identical ones; with all blocks if the forward depends on their number."""
-    for shortened in (True, False):
+    copied = traceable_copy(module)
+    repeated = drop_repeated(copied, kept)
+    if repeated:
+        with contextlib.suppress(TraceError):
+            return trace(copied, inputs), repeated
         copied = traceable_copy(module)
-        repeated = drop_repeated(copied, kept) if shortened else RepeatedBlocks({})
-        if shortened and not repeated.others:
-            continue
-        try:
-            return trace(copied, inputs if inputs is not None else example_inputs(copied)), repeated
-        except TraceError:
-            if not shortened:
-                raise
-    raise AssertionError("unreachable")
+    return trace(copied, inputs), {}
 
 
 def _plan_by_graph(traced: Trace, ranks: int, kept: Mapping[str, str], grain: int) -> TensorParallelPlan:
@@ -112,14 +109,11 @@ def _plan_by_graph(traced: Trace, ranks: int, kept: Mapping[str, str], grain: in
         if not isinstance(parts, Mismatch):
             plan = in_local_order(plan, solution, parts)
             vocabulary = find_vocabulary(traced, ranks, kept)
-            return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
+            split = {each.weight for each in vocabulary}
+            whole = {name: why for name, why in plan.whole.items() if name not in split}
+            return replace(plan, vocabulary=vocabulary, whole=whole)
         _keep_part_whole(parts, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
-
-
-def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> dict[str, str]:
-    split = {each.weight for each in vocabulary}
-    return {name: why for name, why in whole.items() if name not in split}
 
 
 def _keep_part_whole(
@@ -195,37 +189,34 @@ def _shared_name(path: str, input_name: str | None) -> str | None:
 _WHOLE, _PART, _INPUT = "whole", "part", "input"
 
 
-@dataclass(slots=True)
-class Sums:
-    """Placement of gradient sums. ``inputs``: weight of a column layer -> name of its input, None if not summed there;
-    ``outputs``: weights of layers whose output's gradient is summed; ``params``: parameters whose gradient is."""
-
-    inputs: dict[str, str | None] = field(default_factory=dict)
-    outputs: list[str] = field(default_factory=list)
-    params: list[str] = field(default_factory=list)
-
-
-def find_sums(trace: Trace, labelled: LabelledGraph) -> Sums:
+def find_sums(trace: Trace, labelled: LabelledGraph) -> GradientSums:
     """Find where to sum gradients. PlanError: a tensor is used inside and outside of split regions, and no sum can be
     inserted between.
     """
     later: set[str] = set()  # column layers whose input's gradient is summed further upstream
     while True:
-        run = _Backward(trace, labelled, later)
-        run.run()
-        if run.later == later:
-            return run.sums
-        later = run.later
+        sums = GradientSums(trace, labelled, later)
+        sums.run()
+        if sums.later == later:
+            return sums
+        later = sums.later
 
 
-class _Backward:
-    """One backward walk. Uses of a tensor: *whole*, *part*, or *input*: only by column layers, which may sum or not."""
+class GradientSums:
+    """Placement of gradient sums, found in one backward walk. Uses of a tensor: *whole*, *part*, or *input*: only by
+    column layers, which may sum or not.
+
+    ``inputs``: weight of a column layer -> name of its input, None if not summed there; ``outputs``: weights of layers
+    whose output's gradient is summed; ``params``: parameters whose gradient is.
+    """
 
     def __init__(self, trace: Trace, labelled: LabelledGraph, later: set[str]) -> None:
         self.trace = trace
         self.labelled = labelled
         self.later = set(later)
-        self.sums = Sums()
+        self.inputs: dict[str, str | None] = {}
+        self.outputs: list[str] = []
+        self.params: list[str] = []
         self.uses: dict[Node, set[str]] = defaultdict(set)
         self.columns: dict[Node, set[str]] = defaultdict(set)
 
@@ -236,7 +227,7 @@ class _Backward:
                     self.uses[each].add(_WHOLE)
             elif node.op == "placeholder":
                 if self._status(node) == _PART and node.name in self.trace.params:
-                    self.sums.params.append(self.trace.params[node.name])
+                    self.params.append(self.trace.params[node.name])
             elif node.op == "call_function":
                 self._call(node)
 
@@ -245,12 +236,12 @@ class _Backward:
         if linear is not None and linear[0] == "column":
             self._column(node, linear[1])
             return
-        if _kind(self.labelled.values.get(node)) == SPLIT:
+        if any(v.kind == SPLIT for v in values_in(self.labelled.values.get(node))):
             self._pass(node, _PART)
             return
         status = self._status(node)
-        if status == _PART and (weight := _weight_of(node, self.trace)) is not None:
-            self.sums.outputs.append(weight)
+        if status == _PART and (weight := weight_of(node, self.trace)) is not None:
+            self.outputs.append(weight)
             status = _WHOLE
         if status is not None:
             self._pass(node, status)
@@ -258,10 +249,10 @@ class _Backward:
     def _column(self, node: Node, weight: str) -> None:
         place = self.labelled.entries[node]
         if weight in self.later:
-            self.sums.inputs[weight] = None
+            self.inputs[weight] = None
             self.uses[place].add(_PART)
             return
-        self.sums.inputs.setdefault(weight, source(place).name)
+        self.inputs.setdefault(weight, source(place).name)
         self.uses[place].add(_INPUT)
         self.columns[place].add(weight)
 
@@ -278,34 +269,11 @@ class _Backward:
         adopted = self.labelled.adopted.get(node, set())
         for each in node.all_input_nodes:
             value = self.labelled.values.get(each)
-            if each in adopted or not any(v.kind in (PLAIN, FREE) and v.learned for v in _values(value)):
+            if each in adopted or not any(v.kind in (PLAIN, FREE) and v.learned for v in values_in(value)):
                 continue
             self.uses[each].add(status)
             if status == _INPUT:
                 self.columns[each] |= self.columns[node]
-
-
-def _weight_of(node: Node, trace: Trace) -> str | None:
-    """Return the name of the weight if the node is a linear layer, else None."""
-    target = str(node.target)
-    if not any(name in target for name in ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")):
-        return None
-    for each in node.all_input_nodes:
-        place = each
-        while place.op == "call_function" and len(place.all_input_nodes) == 1:
-            place = place.all_input_nodes[0]
-        name = trace.params.get(place.name)
-        if name is not None and len(place.meta["val"].shape) == 2:
-            return name
-    return None
-
-
-def _values(value: object) -> list[Value]:
-    return [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Value)]
-
-
-def _kind(value: object) -> str:
-    return SPLIT if any(v.kind == SPLIT for v in _values(value)) else PLAIN
 
 
 # Of identical blocks of a model, one is traced, and its plan applies to the others.
@@ -316,28 +284,17 @@ def _kind(value: object) -> str:
 
 _OWN_NUMBER = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
 _PLAIN = (int, float, str, bool, type(None))
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedBlocks:
-    """Path of a traced block -> paths of identical blocks, which are not traced."""
-
-    others: Mapping[str, tuple[str, ...]]
-
-    def like(self, name: str) -> list[str]:
-        """Return ``name`` and its counterparts in the blocks that its block represents."""
-        for path, others in self.others.items():
-            if name == path or name.startswith((f"{path}.", f"{path}:")):
-                return [name, *(other + name[len(path) :] for other in others)]
-        return [name]
+RepeatedBlocks = Mapping[str, Sequence[str]]
+"""Path of a traced block -> paths of identical blocks, which are not traced."""
 
 
 def drop_repeated(module: nn.Module, kept: Container[str]) -> RepeatedBlocks:
     """Remove from ``module`` the blocks that others represent. ``kept``: names of parameters that stay whole; blocks
     that differ in them are not identical."""
     uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
-    others: dict[str, tuple[str, ...]] = {}
+    others: dict[str, Sequence[str]] = {}
     done: list[str] = []
     for path, blocks in list(module.named_modules()):
         if not isinstance(blocks, nn.ModuleList) or any(
@@ -352,10 +309,10 @@ def drop_repeated(module: nn.Module, kept: Container[str]) -> RepeatedBlocks:
             alike[place if shared else _signature(block, place, kept)].append(place)
         for first, *more in alike.values():
             if more:
-                others[first] = tuple(more)
+                others[first] = more
                 for each in more:
                     del blocks._modules[each.rpartition(".")[2]]
-    return RepeatedBlocks(others)
+    return others
 
 
 def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any, ...]:
@@ -374,32 +331,11 @@ def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any,
 
 def expand_plan(plan: TensorParallelPlan, repeated: RepeatedBlocks) -> TensorParallelPlan:
     """Expand the plan of the shortened model to the whole one."""
-    if not repeated.others:
-        return plan
-    like = repeated.like
 
-    def every(mapping: Mapping[str, T], of: Callable[[T, int], T] = lambda value, _: value) -> dict[str, T]:
-        return {
-            other: of(value, number)
-            for name, value in mapping.items()
-            for number, other in enumerate(like(name))
-        }
+    def counterparts(name: str) -> list[str]:
+        for path, others in repeated.items():
+            if name == path or name.startswith((f"{path}.", f"{path}:")):
+                return [name, *(other + name[len(path) :] for other in others)]
+        return [name]
 
-    def shared(name: str | None, number: int) -> str | None:
-        names = [name] if name is None else like(name)
-        return names[number] if number < len(names) else names[0]
-
-    return replace(
-        plan,
-        parameters=every(plan.parameters),
-        inputs=every(plan.inputs, shared),
-        outputs_summed=tuple(other for name in plan.outputs_summed for other in like(name)),
-        summed=tuple(other for name in plan.summed for other in like(name)),
-        attributes=tuple(
-            replace(each, module=other) for each in plan.attributes for other in like(each.module)
-        ),
-        arguments=tuple(
-            replace(each, module=other) for each in plan.arguments for other in like(each.module)
-        ),
-        whole=every(plan.whole),
-    )
+    return plan.renamed(counterparts) if repeated else plan

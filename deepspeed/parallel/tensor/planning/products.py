@@ -19,11 +19,11 @@ from deepspeed.parallel.tensor.planning.values import (
     PLAIN,
     SPLIT,
     Value,
+    as_list,
     copies_along,
     is_several,
     plain_value,
     shape_of,
-    source,
 )
 
 # Elementwise operations and reductions: labels that meet are united.
@@ -95,20 +95,12 @@ class Elementwise(LabelRules):
         if is_several(node):
             shape = tuple(node.meta["val"][0].shape)
         self._use_whole(value, node)
-        if value.kind != SPLIT or shape is None or len(operands) > 1:
-            return (
-                self._unknown(node, name, operands)
-                if value.kind == SPLIT
-                else plain_value(node, value.learned)
-            )
+        if value.kind != SPLIT:
+            return plain_value(node, value.learned)
+        if shape is None or len(operands) > 1:
+            return self._unknown(node, name, operands)
         given: Any = node.kwargs.get("dim", node.args[ALONG[name]] if len(node.args) > ALONG[name] else None)
-        dims = (
-            list(range(len(value.shape)))
-            if given is None or given == []
-            else [given]
-            if isinstance(given, int)
-            else list(given)
-        )
+        dims = list(range(len(value.shape))) if given in (None, []) else as_list(given)
         merged = self.labels.merged(value.ids, dims)  # type: ignore[arg-type]
         if name in KEEPS_SHAPE:
             return Value(shape, SPLIT, merged.expand(shape), learned=True)
@@ -156,37 +148,22 @@ class Products(Elementwise):
             bias = args[2] if len(args) > 2 else node.kwargs.get("bias")
         left, right = values[args[0]], values[args[1]]
         if right.axes and len(right.shape) == 2:
-            outward, inward = (
-                (right.axes[0], right.axes[1]) if name == "linear" else (right.axes[1], right.axes[0])
-            )
-            sizes = (right.shape[0], right.shape[1]) if name == "linear" else (right.shape[1], right.shape[0])
-            return self._linear(node, args[0], left, right.param, outward, inward, sizes, bias)
-        if name == "linear":
-            return self._unlabelled_linear(node, left, right, bias, operands)
+            return self._linear(node, args[0], right, (0, 1) if name == "linear" else (1, 0), bias)
+        if name == "linear":  # the weight stays whole
+            if left.kind == SPLIT and right.kind == PLAIN:
+                return self._shared(node, left, "", bias)
+            return self._unknown(node, name, operands)
         shape = shape_of(node)
         made = self._contracted(node, left, right, shape)
         if bias is not None:
-            place = bias
-            made = self._combined(node, shape, [(node, made), (place, values[place])])  # type: ignore[arg-type]
+            made = self._combined(node, shape, [(node, made), (bias, values[bias])])  # type: ignore[arg-type]
         return made
 
-    def _unlabelled_linear(self, node: Node, left: Value, right: Value, bias: Any, operands: Operands) -> Any:
-        """Handle a linear layer whose weight stays whole."""
-        if left.kind != SPLIT or right.kind != PLAIN:
-            return self._unknown(node, "linear", operands)
-        return self._shared(node, left, "", bias)
-
-    def _linear(
-        self,
-        node: Node,
-        place: Node,
-        x: Value,
-        param: str,
-        outward: int,
-        inward: int,
-        sizes: tuple[int, int],
-        bias: Any,
-    ) -> Value:
+    def _linear(self, node: Node, place: Node, weight: Value, dims: tuple[int, int], bias: Any) -> Value:
+        """Handle the product of ``place`` with a labelled matrix. ``dims``: those of its outputs and of its inputs."""
+        x, param = self.graph.values[place], weight.param
+        assert param is not None
+        (outward, outputs), (inward, inputs) = ((weight.axes[d], weight.shape[d]) for d in dims)
         shape = shape_of(node)
         assert shape is not None
         bias_value = self.graph.values[bias] if isinstance(bias, Node) else None
@@ -195,8 +172,7 @@ class Products(Elementwise):
             self._use_whole(x, node)
             if param in self.first_factor.values() or self.first_factor.get(param) in self.graph.rows:
                 return plain_value(node, True)
-            labels = self.axis(param, outward, sizes[0])
-            self.graph.inputs.setdefault(param, source(place))
+            labels = self.axis(param, outward, outputs)
             if self.graph.columns.setdefault(param, outward) != outward or param in self.graph.rows:
                 self.labels.forbid(labels, f"{param} is used in two ways")
             self.graph.linears[node] = ("column", param, bias_name)
@@ -211,7 +187,7 @@ class Products(Elementwise):
             return self._shared(node, x, param, bias)
         if bool((flat[0] == NONE).any()):
             self.labels.forbid(x.ids, f"the input of {param} is only partly split")
-        labels = self.axis(param, inward, sizes[1])
+        labels = self.axis(param, inward, inputs)
         self.labels.unite(labels, flat[0])
         if self.graph.rows.setdefault(param, inward) != inward or param in self.graph.columns:
             self.labels.forbid(labels, f"{param} is used in two ways")
@@ -293,7 +269,7 @@ class Products(Elementwise):
         return self._contracted(node, scores, value, shape)
 
     def _repeated(self, value: Value, times: int) -> Value:
-        ids = value.ids if value.ids is not None else torch.arange(1, prod(value.shape) + 1).view(value.shape)
+        ids = value.own_ids()
         if value.kind == SPLIT:
             self.graph.copied.append((self.labels.united, torch.unique(ids)))
         ids = ids.repeat_interleave(times, -3)

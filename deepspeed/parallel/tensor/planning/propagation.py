@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.parallel.tensor.planning.label_rules import LabelRules, Operands
 from deepspeed.parallel.tensor.planning.labels import varies
@@ -29,14 +30,13 @@ from deepspeed.parallel.tensor.planning.values import (
     MAX_NUMEL,
     MOVES,
     PLAIN,
-    POINTWISE,
     SPLIT,
     UNIFORM,
     LabelledGraph,
     SharableChannels,
     Value,
+    is_pointwise,
     is_several,
-    leaves,
     moved_axes,
     operation_name,
     plain_value,
@@ -55,10 +55,9 @@ class Moves(LabelRules):
         return [value] * 2 if is_several(node) else value
 
     def _argument(self, node: Node, name: str, operands: Operands) -> Any:
-        value, argument = operands[0][1], self.trace.arguments[node.name]
+        value, key = operands[0][1], self.trace.arguments[node.name]
         if value.kind != PLAIN or value.learned or value.param is not None:
             return value
-        key = f"{argument.path}:{argument.name}"
         if key not in self.arguments or not prod(value.shape):
             return replace(value, argument=key)
         if self.graph.arguments.setdefault(key, value.shape) != value.shape:
@@ -80,12 +79,12 @@ class Moves(LabelRules):
                 return replace(made, argument=value.argument) if isinstance(made, Value) else made
             if value.shape and prod(value.shape) > MAX_NUMEL:
                 return plain_value(node, value.learned)
-            ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
+            ids = value.own_ids()
         args = [ids if arg is node.args[0] else arg for arg in node.args]
         kwargs = {
             k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")
         }
-        if any(isinstance(arg, Node) for arg in leaves([args, kwargs])):
+        if any(isinstance(arg, Node) for arg in tree_leaves([args, kwargs])):
             return self._unknown(node, name, operands)
         if name in ("view", "_unsafe_view"):
             moved: Any = ids.reshape(list(cast("Sequence[int]", args[1])))
@@ -136,12 +135,7 @@ class Moves(LabelRules):
                 self._use_whole(value, node)
             shape = shape_of(node)
             if name != "stack" and any(v.ids is not None and v.kind == PLAIN for v in values):
-                made = [
-                    v.ids
-                    if v.ids is not None and v.kind == PLAIN
-                    else torch.arange(1, prod(v.shape) + 1).view(v.shape)
-                    for v in values
-                ]
+                made = [(v if v.kind == PLAIN else Value(v.shape)).own_ids() for v in values]
                 return Value(shape or (), PLAIN, torch.cat(made, dim), learned=learned)
             return plain_value(node, learned)
         width = len(values[0].shape)
@@ -155,10 +149,7 @@ class Moves(LabelRules):
             if value.kind == FREE:
                 self.graph.adopted.setdefault(node, set()).add(place)
             assert value.ids is not None
-            together = (
-                self.labels.merged(value.ids, sorted(shared)).expand(value.shape) if shared else value.ids
-            )
-            ids.append(together)
+            ids.append(self.labels.merged(value.ids, sorted(shared)).expand(value.shape))
         joined = torch.stack(ids, dim) if name == "stack" else torch.cat(ids, dim)
         return Value(tuple(joined.shape), SPLIT, joined, learned=True)
 
@@ -240,8 +231,7 @@ class _Propagation(Moves, Products):
     def _rule(self, node: Node, name: str) -> Callable[[_Propagation, Node, str, Operands], Any]:
         if node.name in self.trace.arguments:
             return _Propagation._argument
-        pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return RULES.get(name, _Propagation._pointwise if pointwise else _Propagation._unknown)
+        return RULES.get(name, _Propagation._pointwise if is_pointwise(node) else _Propagation._unknown)
 
 
 RULES: dict[str, Callable[[_Propagation, Node, str, Operands], Any]] = {

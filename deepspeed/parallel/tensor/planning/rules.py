@@ -24,14 +24,12 @@ from deepspeed.parallel.tensor.planning.autotp_config import (
     TPLayerSpec,
     merge_autotp_configs,
 )
-from deepspeed.parallel.tensor.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.parallel.tensor.planning.plan import ParameterPlan, PlanError, SplitKind, TensorParallelPlan
 from deepspeed.parallel.tensor.probing import transposed_by_trial
 
 USER = "excluded by your rules"
 _UNNAMED = "no rule matches it"
-_SPLIT = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
-_AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gather_output": True}
-"""Styles of Transformers that mean column- or row-parallel -> whether outputs are gathered."""
+_SPLIT: dict[PartitionType, SplitKind] = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +72,10 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
     own = None
     if section.partition_config is not None:
         own = AutoTPConfig.from_dict(section.partition_config.model_dump())
+    mine = own.layer_specs if own is not None else []
     everything = merge_autotp_configs(preset or AutoTPConfig(), own) if own is not None else preset
     found: dict[str, Rule] = {}
     if everything is not None:
-        mine = own.layer_specs if own is not None else []
         for name in _linear_weights(module) if everything.strict_mode else every:
             spec = everything.find_matching_spec(name, model_type)
             if spec is not None and (every[name] > 1 or spec.grad_allreduce):
@@ -93,7 +91,7 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
     whole = {n: USER for n, r in found.items() if r.of_user and r.spec.partition_type is PartitionType.SKIP}
     if own is not None and not own.use_default_specs:
         whole |= {name: _UNNAMED for name in names if name not in found}
-    patterns = [pattern for spec in (own.layer_specs if own is not None else []) for pattern in spec.patterns]
+    patterns = [pattern for spec in mine for pattern in spec.patterns]
     unmatched = tuple(pattern for pattern in patterns if not any(re.match(pattern, name) for name in every))
     return Rules(found, whole, bool(section.injection_policy_tuple), unmatched)
 
@@ -141,10 +139,9 @@ def author_rules(module: nn.Module, ranks: int) -> Rules | None:
     for name, _ in module.named_parameters():
         for pattern, kind in plan.items():
             same = re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+") + r"\.weight", name)
-            if same and kind in _AUTHOR:
-                split = PartitionType.ROW if kind == "rowwise" else PartitionType.COLUMN
-                spec = TPLayerSpec([name], split, gather_output=_AUTHOR[kind])
-                found[name] = Rule(spec, "base_model_tp_plan", False)
+            style = _STYLES.get(kind)
+            if same and style is not None and style["partition_type"] in _SPLIT:
+                found[name] = Rule(TPLayerSpec([name], **style), "base_model_tp_plan", False)
     return Rules(found) if found else None
 
 
@@ -234,16 +231,10 @@ def _check_summed(name: str, rule: Rule, plan: TensorParallelPlan) -> None:
 def _gathering(
     name: str, rule: Rule, module: nn.Module, params: Mapping[str, nn.Parameter], ranks: int
 ) -> dict[str, ParameterPlan]:
-    path = name.rpartition(".")[0]
-    dims = linear_dims(module.get_submodule(path))
+    dims = linear_dims(module.get_submodule(name.rpartition(".")[0]))
     if dims is None:
         raise PlanError(f"{rule.source} wants {name} to be 'column', but it is not a linear layer")
-    size = full_shape(params[name])[dims[0]]
-    cut = _even(name, rule, dims[0], size, ranks, exact=False)
-    found = {name: ParameterPlan("column", cut, rule.source, gather=True)}
-    if f"{path}.bias" in params:
-        found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=True)
-    return found
+    return _split(name, rule, dims, params, ranks)
 
 
 # --------------------------------------------------------------------------------- without a graph
@@ -276,13 +267,9 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
             if rule.of_user:
                 raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is not a linear layer")
             continue
-        dim, gather = dims[kind == "row"], _is_gathered(rule.spec)
-        cut = _even(name, rule, dim, full_shape(params[name])[dim], ranks, exact=not gather)
-        found[name] = ParameterPlan(kind, cut, rule.source, gather=gather)  # type: ignore[arg-type]
+        found |= _split(name, rule, dims, params, ranks)
         if kind == "column":
             inputs[path] = path
-            if f"{path}.bias" in params:
-                found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
     skipped = next((rule.source for rule in named.values() if rule.of_user), None)
     if not found and skipped is None:
         raise PlanError(f"{why}; and no rule selects anything to split")
@@ -343,17 +330,28 @@ def _blocks(name: str, rule: Rule, size: int) -> tuple[int, ...]:
     return sizes
 
 
-def _even(name: str, rule: Rule, dim: int, size: int, ranks: int, *, exact: bool) -> Cut:
-    """Return an even cut along ``dim``. PlanError: ``exact``, and ``ranks`` does not divide a matrix."""
+def _split(
+    name: str, rule: Rule, dims: tuple[int, int], params: Mapping[str, nn.Parameter], ranks: int
+) -> dict[str, ParameterPlan]:
+    """Cut the weight ``name`` evenly along the dim of its outputs or inputs (``dims``), as ``rule`` says, and the bias
+    with the outputs. PlanError: ``ranks`` does not divide a matrix whose outputs are not gathered."""
+    kind, gather = _SPLIT[rule.spec.partition_type], _is_gathered(rule.spec)
+    dim = dims[kind == "row"]
+    size = full_shape(params[name])[dim]
     blocks = _blocks(name, rule, size)
-    if exact and any(each % ranks for each in blocks):
+    if not gather and any(each % ranks for each in blocks):
         raise PlanError(f"{rule.source}: {name} is {size} wide, not a multiple of {ranks} ranks")
-    return Cut.fused(dim, [even_sizes(each, ranks) for each in blocks])
+    cut = Cut.fused(dim, [even_sizes(each, ranks) for each in blocks])
+    found = {name: ParameterPlan(kind, cut, rule.source, gather=gather)}
+    bias = f"{name.rpartition('.')[0]}.bias"
+    if kind == "column" and bias in params:
+        found[bias] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
+    return found
 
 
 # Conversion of the plan of a Transformers model (``base_model_tp_plan``) to rules of ``partition_config``.
 
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": PartitionType.COLUMN},
     "colwise_rep": {"partition_type": PartitionType.COLUMN, "gather_output": True},
     "colwise_gather_output": {"partition_type": PartitionType.COLUMN, "gather_output": True},

@@ -28,26 +28,18 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument ``name`` of the forward of the module ``path``."""
-
-    path: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """A traced forward: ``graph`` of ATen operations. ``params``: placeholder name -> the parameter's (first) name in
     the module. ``constants``: placeholder name -> a tensor constant in the forward's code. ``module``: the traced
-    module, run with ``inputs``. ``arguments``: node name -> the module argument that it represents. ``input_nodes``:
-    names of the placeholders of ``inputs``."""
+    module, run with ``inputs``. ``arguments``: node name -> the module argument that it represents, "path:name".
+    ``input_nodes``: names of the placeholders of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
     module: nn.Module
     inputs: Mapping[str, Tensor]
-    arguments: Mapping[str, Argument]
+    arguments: Mapping[str, str]
     input_nodes: frozenset[str]
 
 
@@ -97,15 +89,10 @@ def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
 
 
 def traceable_copy(module: nn.Module) -> nn.Module:
-    """Copy ``module`` to the meta device (``meta_copy``), in evaluation mode, prepared for tracing."""
+    """Copy ``module`` to the meta device (``meta_copy``), in evaluation mode, with settings such that a forward can be
+    traced without other ranks; data dependencies stay the same."""
     copied = meta_copy(module).eval()
-    _prepare(copied)
-    return copied
-
-
-def _prepare(module: nn.Module) -> None:
-    """Change settings so that a forward can be traced without other ranks; data dependencies stay the same."""
-    for each in module.modules():
+    for each in copied.modules():
         if isinstance(each, DistributedAttention):
             each.spg = None
         if is_plain_moe(each):  # a layer of deepspeed.moe
@@ -122,6 +109,7 @@ def _prepare(module: nn.Module) -> None:
                 setattr(config, name, value)
         if getattr(each, "gradient_checkpointing", False):
             vars(each)["gradient_checkpointing"] = False
+    return copied
 
 
 def _mixed(hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +176,7 @@ class _Marks:
 
     def __init__(self, module: nn.Module) -> None:
         self._paths = {path: each for path, each in module.named_modules() if path and any(each.children())}
-        self._arguments: list[Argument] = []
+        self._arguments: list[str] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -208,10 +196,10 @@ class _Marks:
     def _rolled(self, path: str, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
-        self._arguments.append(Argument(path, name))
+        self._arguments.append(f"{path}:{name}")
         return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
 
-    def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
+    def found(self, graph: torch.fx.Graph) -> dict[str, str]:
         """Map the names of marker nodes to the arguments that they mark."""
         return {
             node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
@@ -236,11 +224,12 @@ def _quiet() -> Iterator[None]:
             each.setLevel(level)
 
 
-def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Trace one forward of ``module``, which is on the meta device.
+def trace(module: nn.Module, inputs: Mapping[str, Tensor] | None) -> Trace:
+    """Trace one forward of ``module``, which is on the meta device. ``inputs``: by default ``example_inputs``.
 
     TraceError: the forward depends on values.
     """
+    inputs = example_inputs(module) if inputs is None else inputs
     flat = _Flat(module).eval()
     marks = _Marks(module)
     try:
@@ -252,9 +241,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         raise TraceError(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        first.setdefault(id(param), name)
+    first = {id(param): name for name, param in module.named_parameters()}
     every = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
     signature = exported.graph_signature
     params = {

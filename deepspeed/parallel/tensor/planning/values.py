@@ -37,6 +37,10 @@ class Value:
     argument: str | None = None
     """Name of the module argument that it is, with at most its layout changed."""
 
+    def own_ids(self) -> Tensor:
+        """Return ``ids``, by default a different one for each element."""
+        return torch.arange(1, prod(self.shape) + 1).view(self.shape) if self.ids is None else self.ids
+
     def dims(self) -> list[int]:
         """Return the dims along which elements differ, counted from the end (-1, -2, ...)."""
         count = len(self.shape)
@@ -55,8 +59,6 @@ class LabelledGraph:
     axis_labels: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, Node] = field(default_factory=dict)
-    """Weight of a column layer -> source node of its input."""
     values: dict[Node, Any] = field(default_factory=dict)
     entries: dict[Node, Node] = field(default_factory=dict)
     """Node of a column layer -> node of its input."""
@@ -110,13 +112,14 @@ def is_move(node: Node) -> bool:
     return operation_name(node) in MOVES | IDENTITY or operation_name(node) == "getitem"
 
 
-def is_elementwise(node: Node, *, moves: bool = False) -> bool:
-    """Return whether each element of the result depends only on operands' elements at the same position. ``moves``:
-    data movement counts too.
-    """
-    name = operation_name(node)
-    pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or name in IDENTITY or (moves and (name in MOVES or name in ("getitem", "roll")))
+def is_elementwise(node: Node) -> bool:
+    """Return whether each element of the result depends only on operands' elements at the same position, or is one of
+    them that has moved."""
+    return is_pointwise(node) or is_move(node)
+
+
+def is_pointwise(node: Node) -> bool:
+    return operation_name(node) in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def operation_name(node: Node) -> str:
@@ -157,12 +160,8 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves(each)]
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in leaves(each)]
-    return [value]
+def values_in(value: Any) -> list[Value]:
+    return [each for each in as_list(value) if isinstance(each, Value)]
 
 
 def moved_axes(node: Node, name: str) -> Sequence[int]:

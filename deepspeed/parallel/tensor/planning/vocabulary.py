@@ -50,7 +50,8 @@ def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[Voca
         ):
             continue
         bias = next(iter(each.biases), None)
-        if bias is not None and _holders(run.module, params[bias]) - each.heads - _parents(each.heads):
+        parents = {path.rpartition(".")[0] for path in each.heads}
+        if bias is not None and _holders(run.module, params[bias]) - each.heads - parents:
             continue
         unused = _holders(run.module, weight) - each.embeddings - each.heads
         if any(type(run.module.get_submodule(path)) is not nn.Embedding for path in unused):
@@ -79,12 +80,13 @@ def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
                 uses[name].otherwise = True
         elif (
             operation in ("linear", "matmul", "mm", "addmm")
-            and _is_weight(node, place)
+            and place is _factors(node)[0]
             and _is_result(node)
             and linear_dims(run.module.get_submodule(_path(node))) is not None
         ):
             uses[name].heads.add(_path(node))
-            uses[name].biases.add(_bias_of(run, node))
+            bias = _factors(node)[1]
+            uses[name].biases.add(run.params.get(bias.name) if isinstance(bias, Node) else None)
         elif len(place.meta["val"].shape) == 2:
             uses[name].otherwise = True
 
@@ -98,18 +100,18 @@ def _origin(node: Node) -> Node:
 
 def _is_input(run: Trace, node: object) -> bool:
     """Return whether the token ids are computed elementwise from a single input of the model."""
-    while (
-        isinstance(node, Node)
-        and node.op == "call_function"
-        and (is_elementwise(node, moves=True) and len(node.all_input_nodes) == 1)
-    ):
+    if not isinstance(node, Node):
+        return False
+    while node.op == "call_function" and is_elementwise(node) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return isinstance(node, Node) and node.name in run.input_nodes
+    return node.name in run.input_nodes
 
 
-def _is_weight(node: Node, place: Node) -> bool:
-    position = 2 if operation_name(node) == "addmm" else 1
-    return node.args[position] is place
+def _factors(node: Node) -> tuple[object, object]:
+    """Return the weight and the bias of a linear layer."""
+    if operation_name(node) == "addmm":
+        return node.args[2], node.args[0]
+    return node.args[1], node.args[2] if len(node.args) > 2 else None
 
 
 def _is_result(node: Node) -> bool:
@@ -123,17 +125,11 @@ def _is_result(node: Node) -> bool:
         seen.add(each)
         if each.op == "output":
             reached = True
-        elif each.op == "call_function" and is_elementwise(each, moves=True):
+        elif each.op == "call_function" and is_elementwise(each):
             pending += each.users
         else:
             return False
     return reached
-
-
-def _bias_of(run: Trace, node: Node) -> str | None:
-    arguments = node.args
-    bias = arguments[0] if operation_name(node) == "addmm" else arguments[2] if len(arguments) > 2 else None
-    return run.params.get(bias.name) if isinstance(bias, Node) else None
 
 
 def _path(node: Node) -> str:
@@ -148,10 +144,6 @@ def _holders(module: nn.Module, param: nn.Parameter) -> set[str]:
         for path, each in module.named_modules()
         if any(own is param for own in each._parameters.values())
     }
-
-
-def _parents(paths: set[str]) -> set[str]:
-    return {path.rpartition(".")[0] for path in paths}
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
