@@ -155,9 +155,10 @@ class PackedWeight(nn.Module):
                 setattr(self, name, tensor.to(self.weight_packed.device))
         return self
 
-    def _described(self) -> str:
+    def extra_repr(self) -> str:
         inputs = "" if self.inputs is None else f", inputs of {self.inputs.bits} bits"
-        return f"bits={self.packing.codes.bits}, groups={self.weight_scales.numel()}{inputs}"
+        bits, groups = self.packing.codes.bits, self.weight_scales.numel()
+        return f"{super().extra_repr()}, bits={bits}, groups={groups}{inputs}"
 
 
 class PackedLinear(PackedWeight, nn.Linear):
@@ -245,9 +246,6 @@ class PackedLinear(PackedWeight, nn.Linear):
             return scales, None
         return scales, self.weight_zeros.repeat_interleave(each) + 2 ** (self.packing.codes.bits - 1) * scales
 
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, {self._described()}"
-
 
 class PackedConv2d(PackedWeight, nn.Conv2d):
     """A convolution with packed weights, dequantized for each forward."""
@@ -255,9 +253,6 @@ class PackedConv2d(PackedWeight, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         images = input.shape[0] if input.dim() == 4 else 1
         return self._conv_forward(self._quantized_input(input, images), self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Conv2d.extra_repr(self)}, {self._described()}"
 
 
 class PackedEmbedding(PackedWeight, nn.Embedding):
@@ -274,9 +269,6 @@ class PackedEmbedding(PackedWeight, nn.Embedding):
         if self.weight_zeros is not None:
             levels.add_(self.weight_zeros[group][..., None])
         return levels.to(self.weight_dtype)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Embedding.extra_repr(self)}, {self._described()}"
 
 
 PACKED: dict[type[nn.Module], type[PackedWeight]] = {
