@@ -17,7 +17,7 @@ from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import PagePiece
-from deepspeed.inference.generation.logits import MatcherFactory
+from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.info import DEFAULT_LENGTH
 from deepspeed.inference.model.runner import ModelRunner
@@ -76,7 +76,7 @@ class Generator:
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
-        matcher_of: MatcherFactory | None = None,
+        matcher_of: Grammars | None = None,
     ) -> None:
         self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
         block_size = self.runner.block_size

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.inference.generation.logits import LogitsProcessor, MatcherFactory, filtered
+from deepspeed.inference.generation.grammars import Grammars
+from deepspeed.inference.generation.logits import LogitsProcessor, filtered
 from deepspeed.inference.scheduling.requests import Request, TokenLogprob
 from deepspeed.ops import gpu
 from deepspeed.ops.host_graph import largest_of
@@ -26,7 +27,7 @@ class Sampler:
         matcher_of: creates the matchers of constrained requests (`logits.py`).
     """
 
-    def __init__(self, seed: int = 0, matcher_of: MatcherFactory | None = None) -> None:
+    def __init__(self, seed: int = 0, matcher_of: Grammars | None = None) -> None:
         self.seed = seed
         self._process = LogitsProcessor(matcher_of)
         self._random: dict[int, torch.Generator] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -55,42 +55,22 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-class Announcer(Protocol):
-    """Distributes rank 0's commands to all ranks."""
-
-    def announce(self, commands: Commands) -> Commands:
-        """Return rank 0's commands. Collective; ranks without clients pass empty commands."""
-        ...
-
-
-class SingleRankCommands:
-    """Announcer for a single rank."""
-
-    def announce(self, commands: Commands) -> Commands:
-        return commands
-
-
-class BroadcastCommands:
-    """Announcer for the ranks of ``group``: two small broadcasts, the second only if there are commands.
+def broadcast(group: Communicator, device: torch.device, commands: Commands) -> Commands:
+    """Return rank 0's commands on all ranks of ``group``; ranks without clients pass empty ones. Collective: two small
+    broadcasts, the second only if there are commands.
 
     CommunicationError: a rank does not answer within the group's timeout.
     """
-
-    def __init__(self, group: Communicator, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-
-    def announce(self, commands: Commands) -> Commands:
-        leads = self._group.rank == 0
-        empty = not (commands.submitted or commands.cancelled or commands.ends)
-        data = commands.to_bytes() if leads and not empty else b""
-        length = torch.tensor([len(data)], device=self._device)
-        self._group.broadcast(length, src=0).wait()
-        if not int(length):
-            return Commands()
-        content = torch.empty(int(length), dtype=torch.uint8)
-        if leads:
-            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        content = content.to(self._device)
-        self._group.broadcast(content, src=0).wait()
-        return commands if leads else Commands.from_bytes(bytes(content.tolist()))
+    leads = group.rank == 0
+    empty = not (commands.submitted or commands.cancelled or commands.ends)
+    data = commands.to_bytes() if leads and not empty else b""
+    length = torch.tensor([len(data)], device=device)
+    group.broadcast(length, src=0).wait()
+    if not int(length):
+        return Commands()
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if leads:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    content = content.to(device)
+    group.broadcast(content, src=0).wait()
+    return commands if leads else Commands.from_bytes(bytes(content.tolist()))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.inference.serving.service import Service, Services
-from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
 
 _MAX_TOLD = 8
@@ -37,7 +37,7 @@ class ServedModel:
 
     name: str
     service: Service
-    tokenizer: Tokenizer
+    tokenizer: HuggingFaceTokenizer
     max_length: int
     stop_token_ids: tuple[int, ...] = ()
     default_tokens: int = 1024

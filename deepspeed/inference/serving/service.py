@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
-from deepspeed.inference.serving.commands import Announcer, Commands, SingleRankCommands
+from deepspeed.inference.serving.commands import Commands
 from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
@@ -66,10 +65,6 @@ class Update:
     pooled: Any = None
     error: Exception | None = None
 
-    @property
-    def is_last(self) -> bool:
-        return self.reason is not None or self.error is not None
-
 
 Listener = Callable[[Update], None]
 
@@ -96,7 +91,8 @@ class Service:
         engine: the generator, used only by the service's thread from now on.
         max_requests: maximum number of waiting and running requests.
         request_seconds: time after which an unfinished request is cancelled; None: never.
-        announcer: for several ranks. Ranks other than the first call ``follow`` instead of ``start``.
+        announce: makes rank 0's commands those of all ranks (`commands.py`); None: there is one rank. Ranks other than
+            the first call ``follow`` instead of ``start``.
 
     Methods may be called from any thread.
     """
@@ -107,7 +103,7 @@ class Service:
         *,
         max_requests: int = 256,
         request_seconds: float | None = None,
-        announcer: Announcer | None = None,
+        announce: Callable[[Commands], Commands] | None = None,
     ) -> None:
         self.engine = engine
         self.max_requests = max_requests
@@ -116,7 +112,7 @@ class Service:
         self.failure: BaseException | None = None
         self.draining = False
         """Whether only requests that have already been submitted are served."""
-        self._announcer: Announcer = announcer or SingleRankCommands()
+        self._announce = announce or (lambda commands: commands)
         self._changed = threading.Condition()
         self._new = Commands()
         self._tickets: dict[int, Ticket] = {}  # waiting or running
@@ -167,23 +163,6 @@ class Service:
             ticket.counted = True
         self.metrics.finished(reason, time.monotonic() - ticket.arrived)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
-        """Yield the updates of one request; the last one has a reason. Closing the iterator cancels the request. Errors
-        as in ``submit``; a failure of the service is raised, too."""
-        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        ticket, reason = self.submit(prompt, params, updates.put), "cancelled"
-        try:
-            while True:
-                update = updates.get()
-                reason = update.reason or reason
-                if update.error is not None:
-                    raise update.error
-                yield update
-                if update.is_last:
-                    return
-        finally:
-            self.cancel(ticket, reason)
-
     @property
     def healthy(self) -> bool:
         """Return whether the service accepts requests."""
@@ -224,7 +203,7 @@ class Service:
         """Run the generator on a rank other than the first, until that one ends."""
         requests: dict[int, Request] = {}
         while True:
-            commands = self._announcer.announce(Commands())
+            commands = self._announce(Commands())
             for number, prompt, params in commands.submitted:
                 requests[number] = self.engine.submit(prompt, params)
             for number in commands.cancelled:
@@ -246,7 +225,7 @@ class Service:
 
     def _run_once(self) -> bool:
         """Process new commands, then run a forward if there is work. Returns False once the service has ended."""
-        commands = self._announcer.announce(self._take_new())
+        commands = self._announce(self._take_new())
         for number, prompt, params in commands.submitted:
             self._tickets[number].request = self.engine.submit(prompt, params)
         for number in commands.cancelled:

@@ -12,7 +12,7 @@ from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError, kind_of
 from deepspeed.inference.serving.handling import Intake, unauthorized
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.version import __version__
 
 
@@ -70,7 +70,7 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         return _json({"version": __version__})
 
 
-def _tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _tokens_of(request: TokenizeRequest, tokenizer: HuggingFaceTokenizer) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("expected either prompt or messages", "prompt")
     if request.messages is not None:
