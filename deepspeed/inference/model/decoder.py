@@ -11,7 +11,7 @@ but computes something else gives other logits in the trial (`runner.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,14 +260,10 @@ def _child(parent: nn.Module, name: str) -> Any:
 
 def _check(module: nn.Module, role: str) -> None:
     """Check what a module's forward reads. LayoutError: a name that modules of this role do not read."""
-    unknown = sorted(set(_names(module)) - set(_READS[role].split()))
+    reads = inspect.unwrap(type(module).forward).__code__.co_names
+    unknown = sorted(set(reads) - set(_READS[role].split()))
     if unknown:
         raise LayoutError(f"{type(module).__name__} reads {', '.join(unknown)}")
-
-
-def _names(module: nn.Module) -> Iterator[str]:
-    forward = inspect.unwrap(type(module).forward)
-    yield from forward.__code__.co_names
 
 
 # Hooks on modules, and replacements of their forward.
