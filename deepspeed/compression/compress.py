@@ -278,7 +278,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
 
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
-WIDTHS = ("all_head_size",)
+WIDTH = "all_head_size"
 
 
 def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
@@ -289,10 +289,9 @@ def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Ten
         for name in HEADS:
             if vars(owner).get(name) == before:
                 setattr(owner, name, after)
-        for name in WIDTHS:
-            width = vars(owner).get(name)
-            if isinstance(width, int) and width % before == 0:
-                setattr(owner, name, width // before * after)
+        width = vars(owner).get(WIDTH)
+        if isinstance(width, int) and width % before == 0:
+            setattr(owner, WIDTH, width // before * after)
 
 
 # Layer reduction --------------------------------------------------------------------------------------------

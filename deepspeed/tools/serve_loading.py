@@ -24,11 +24,10 @@ from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.pretrained import Pretrained
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import read_keys
-from deepspeed.inference.serving.commands import broadcast
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models, ServedModel
 from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
-from deepspeed.inference.serving.service import Service, Services
+from deepspeed.inference.serving.service import Service, Services, broadcast
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
 

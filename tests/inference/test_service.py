@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from deepspeed.inference.scheduling.requests import SamplingParams
-from deepspeed.inference.serving.commands import Commands, broadcast
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Services, Update
+from deepspeed.inference.serving.service import (
+    BusyError,
+    ClosedError,
+    Commands,
+    Service,
+    Services,
+    Update,
+    broadcast,
+)
 from deepspeed.inference.serving.text import TextStream
 from tests.inference.standin import REPLY, Bytes, Parrot, stream
 from tests.parallel.tensor.threads import ThreadGroup, run_ranks

@@ -148,7 +148,9 @@ class Generator:
     def step(self, unchanged: bool = False) -> list[Request]:
         """Run one forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module has not
         been modified since the last step."""
-        scheduled = self.scheduler.schedule(self._max_with_drafts())
+        # With more tokens than are fused, drafts would run other kernels, with other rounding.
+        most = None if self.scheduler.speculation is None else self.runner.max_fused_tokens
+        scheduled = self.scheduler.schedule(most)
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
         if pooled:
@@ -157,11 +159,6 @@ class Generator:
         for request in self.scheduler.complete(scheduled, chosen):
             self.sampler.forget(request)
         return requests
-
-    def _max_with_drafts(self) -> int | None:
-        """Return the maximum tokens of a forward with drafts: with more, other kernels would run, with other
-        rounding."""
-        return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 
     def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
         """Compute ``chunks``. Returns the requests that got tokens, and the last token of each by request id."""

@@ -121,18 +121,13 @@ class Sampler:
         return random
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Return log-probabilities [.., vocabulary] in fp32."""
-    return logits.float().log_softmax(-1)
-
-
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
     """Return the log-probability of one token per row of ``logits`` [rows, vocabulary], with the ``top`` most probable
     tokens of the row."""
     made: list[TokenLogprob] = []
     for start in range(0, len(tokens), _ROWS):
         rows = slice(start, start + _ROWS)
-        found = log_probabilities(logits[rows])
+        found = logits[rows].float().log_softmax(-1)
         at = torch.tensor(tokens[rows], device=found.device)[:, None]
         values = found.gather(1, at)[:, 0].tolist()
         wanted = [min(each, found.shape[-1]) for each in top[rows]]

@@ -338,7 +338,7 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
         tokens, form = _chat(model, request)
         prompts = iter([("", _cut(tokens, request, model))])
     else:
-        given = protocol.prompts_of(request)
+        given = protocol.texts_of(request.prompt, "prompt")
         _check_count(model.service, len(given), request.n)
         # One by one: those after the first that does not fit are not tokenized.
         prompts = (_tokens(model, each, request) for each in given)

@@ -24,7 +24,7 @@ from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.bodies import JsonBudget, RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
 from deepspeed.inference.serving.pieces import Piece
-from deepspeed.inference.serving.sampling_fields import stop_tokens_of
+from deepspeed.inference.serving.sampling_fields import tokens_of
 from deepspeed.inference.serving.tool_requests import with_calls
 
 _MAX_TOKENS = 2**31
@@ -58,6 +58,9 @@ def _not_zero(value: int | None) -> int | None:
 
 Truncation = Annotated[int | None, Field(ge=-1), AfterValidator(_not_zero)]
 """Of a prompt, to its last tokens."""
+
+_SAME_NAMES = ("top_k", "top_p", "min_p", "repetition_penalty", "priority")
+"""Fields of a request that are parameters of its sequences."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -188,11 +191,6 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
         raise RequestError("best_of is not supported, other than n", "best_of")
     stops_of(request)
     return request
-
-
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts, as texts or tokens. RequestError: there is none, or it has another type."""
-    return texts_of(request.prompt, "prompt")
 
 
 def texts_of(given: Any, name: str) -> list[str | list[int]]:
@@ -354,20 +352,17 @@ def params_of(
         raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
     new = min(model.default_tokens, room) if asked is None else asked
     logprobs = wants_logprobs(request)
+    stops = tokens_of(request.stop_token_ids, "stop_token_ids")
     return SamplingParams(
         max_new_tokens=new,
         min_new_tokens=min(request.min_tokens, new),
         temperature=0.0 if request.temperature < _COLDEST else request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stop_tokens_of(request),
+        **{name: getattr(request, name) for name in _SAME_NAMES},
+        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stops,
         seed=None if request.seed is None else request.seed + index,
         logprobs=logprobs,
         top_logprobs=top_logprobs_of(request),
         prompt_logprobs=logprobs and getattr(request, "echo", False),
-        priority=request.priority,
         **shared,
     )
 

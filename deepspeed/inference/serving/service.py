@@ -2,21 +2,89 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
+
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
-from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
-from deepspeed.inference.serving.commands import Commands
+from deepspeed.comm.collectives import Communicator
+from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams, State, TokenLogprob
 from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
 """Interval at which other ranks hear from an idle server, far below the timeout of a collective."""
+
+
+# Commands of rank 0.
+#
+# Tensor-parallel ranks run identical schedulers, so they must see the same requests at the same time. Rank 0 serves the
+# clients, and broadcasts their commands before each forward.
+
+
+@dataclass(slots=True)
+class Commands:
+    """``submitted``: (number, prompt, params) of new requests; ``cancelled``: numbers; ``ends``: stop after these, with
+    no further forward."""
+
+    submitted: list[tuple[int, Sequence[int], SamplingParams]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    ends: bool = False
+
+    def to_bytes(self) -> bytes:
+        plain = {
+            "submitted": [
+                (number, list(prompt), asdict(params)) for number, prompt, params in self.submitted
+            ],
+            "cancelled": self.cancelled,
+            "ends": self.ends,
+        }
+        return json.dumps(plain).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commands:
+        plain = json.loads(data)
+        submitted = [(number, prompt, _params(params)) for number, prompt, params in plain["submitted"]]
+        return cls(submitted, plain["cancelled"], plain["ends"])
+
+
+def _params(plain: dict[str, Any]) -> SamplingParams:
+    given = {name: _tuples(value) for name, value in plain.items()}
+    if given["constraint"] is not None:
+        constraint = given["constraint"]
+        given["constraint"] = Constraint(**{name: _tuples(value) for name, value in constraint.items()})
+    return SamplingParams(**given)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def broadcast(group: Communicator, device: torch.device, commands: Commands) -> Commands:
+    """Return rank 0's commands on all ranks of ``group``; ranks without clients pass empty ones. Collective: two small
+    broadcasts, the second only if there are commands.
+
+    CommunicationError: a rank does not answer within the group's timeout.
+    """
+    leads = group.rank == 0
+    empty = not (commands.submitted or commands.cancelled or commands.ends)
+    data = commands.to_bytes() if leads and not empty else b""
+    length = torch.tensor([len(data)], device=device)
+    group.broadcast(length, src=0).wait()
+    if not int(length):
+        return Commands()
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if leads:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    content = content.to(device)
+    group.broadcast(content, src=0).wait()
+    return commands if leads else Commands.from_bytes(bytes(content.tolist()))
 
 
 class BusyError(ExplainedError, RuntimeError):
@@ -91,7 +159,7 @@ class Service:
         engine: the generator, used only by the service's thread from now on.
         max_requests: maximum number of waiting and running requests.
         request_seconds: time after which an unfinished request is cancelled; None: never.
-        announce: makes rank 0's commands those of all ranks (`commands.py`); None: there is one rank. Ranks other than
+        announce: makes rank 0's commands those of all ranks (`broadcast`); None: there is one rank. Ranks other than
             the first call ``follow`` instead of ``start``.
 
     Methods may be called from any thread.
@@ -240,7 +308,8 @@ class Service:
     def _take_new(self) -> Commands:
         with self._changed:
             if not self.engine.has_work:
-                self._changed.wait_for(self._has_news, timeout=_PULSE_S)
+                new = self._new
+                self._changed.wait_for(lambda: new.submitted or new.cancelled or self._closing, _PULSE_S)
             commands, self._new = self._new, Commands()
             commands.cancelled += self._overdue()
             commands.ends = self._closing and not (
@@ -254,9 +323,6 @@ class Service:
         latest = time.monotonic() - self.request_seconds
         # They are in order of arrival.
         return [t.number for t in takewhile(lambda t: t.arrived < latest, self._tickets.values())]
-
-    def _has_news(self) -> bool:
-        return bool(self._new.submitted or self._new.cancelled or self._closing)
 
     def _notify(self) -> None:
         for ticket in list(self._tickets.values()):
