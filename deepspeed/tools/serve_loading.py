@@ -14,10 +14,9 @@ import torch
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.transformers_models import why_not_loaded
-from deepspeed.inference.cache.division import divide
 from deepspeed.inference.config import DtypeEnum
 from deepspeed.inference.entry import init_inference
-from deepspeed.inference.generation.generator import Generator, default_cache_bytes, longest_request
+from deepspeed.inference.generation.generator import Generator, default_cache_bytes, divide, longest_request
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
 from deepspeed.inference.model.runner import ModelRunner

@@ -277,6 +277,17 @@ def default_cache_bytes() -> int:
     return int(_PART_OF_MEMORY * get_accelerator().available_memory())
 
 
+def divide(total: int, wanted: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Divide ``total`` bytes of cache among models in proportion to ``shares``, at most ``wanted`` for each; what a
+    model cannot use is divided among the others, again in proportion. Returns bytes by model."""
+    parts, left, shares_left = [0] * len(wanted), total, sum(shares)
+    # Ascending by how much of its share a model can use, so that its unused part is known before the others' turn.
+    for at in sorted(range(len(wanted)), key=lambda at: wanted[at] / shares[at]):
+        parts[at] = min(wanted[at], int(left * shares[at] / shares_left))
+        left, shares_left = left - parts[at], shares_left - shares[at]
+    return parts
+
+
 def longest_request(runner: ModelRunner, max_length: int | None) -> int:
     """Return the maximum tokens of a request with its result. ValueError: more than the model supports."""
     made_for = runner.info.max_length
