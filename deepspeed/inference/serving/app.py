@@ -259,7 +259,7 @@ class _Completion:
             )
             for each, pieces in zip(self.sequences, answers, strict=True)
         ]
-        return self.answer.whole(choices, usage_of(self.sequences))
+        return self.answer.content(choices, usage=usage_of(self.sequences))
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events of a stream. A client that leaves closes this iterator."""
@@ -283,10 +283,11 @@ class _Completion:
                 reason = sequence.finish_reason if last else None
                 usage = usage_of(sequences) if counts.get("continuous_usage_stats") else None
                 more = {"usage": usage} if counts.get("include_usage") else {}
-                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **more))
+                delta = answer.delta(index, pieces, reason, entries, first)
+                yield _event(answer.content([delta], is_event=True, **more))
                 open_ones -= last
             if counts.get("include_usage"):
-                yield _event(answer.part([], usage=usage_of(sequences)))
+                yield _event(answer.content([], is_event=True, usage=usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:

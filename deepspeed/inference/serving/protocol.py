@@ -387,14 +387,14 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int]) -> dict[str, Any]:
-        name = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(name), "choices": list(choices), "usage": dict(usage)}
-
-    def part(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """One event of a stream, with the fields ``more``."""
-        name = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(name), "choices": list(choices), **more}
+    def content(
+        self, choices: Sequence[Mapping[str, Any]], *, is_event: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """Return a whole answer, or one event of a stream, with the fields ``more``."""
+        prefix, name = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
+        name += ".chunk" if self.chat and is_event else ""
+        head = {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": list(choices), **more}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None
@@ -423,10 +423,6 @@ class Answer:
             role = {"role": "assistant", "content": ""} if first else {}
             content = {"delta": {**role, **_message_fields(pieces)}}
         return {"index": index, **content, **self._end(reason, logprobs)}
-
-    def _head(self, name: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.chat else "cmpl"
-        return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
 
     def _end(self, reason: str | None, logprobs: Sequence[TextLogprob] | None) -> dict[str, Any]:
         formatted: Any = None
