@@ -207,18 +207,18 @@ def fix_compression(
     module = recursive_getattr(model, module_name)
     if not isinstance(module, Compressible):
         raise ValueError(f"{module_name} was not prepared: call init_compression before training")
-    if keys.WEIGHT_QUANTIZATION in compression_technique:
-        return module.fix_weight_quantization()
-    if keys.SPARSE_PRUNING in compression_technique:
-        return module.fix_sparse_pruning_helper()
     fixed: Any = module
-    if keys.ROW_PRUNING in compression_technique:
-        return fixed.fix_row_col_pruning_helper(mask, dim_reduction=dim_reduction)
-    if keys.HEAD_PRUNING in compression_technique:
-        heads = compression_technique[keys.HEAD_PRUNING]["num_heads"]
-        return fixed.fix_head_pruning_helper(mask, num_heads=heads, dim_reduction=dim_reduction)
-    if keys.CHANNEL_PRUNING in compression_technique:
-        return fixed.fix_channel_pruning_helper(mask, dim_reduction=dim_reduction)
+    for technique, params in compression_technique.items():
+        if technique == keys.WEIGHT_QUANTIZATION:
+            fixed.fix_weight_quantization()
+        elif technique == keys.SPARSE_PRUNING:
+            fixed.fix_sparse_pruning_helper()
+        elif technique == keys.ROW_PRUNING:
+            return fixed.fix_row_col_pruning_helper(mask, dim_reduction)
+        elif technique == keys.HEAD_PRUNING:
+            return fixed.fix_head_pruning_helper(mask, params["num_heads"], dim_reduction)
+        elif technique == keys.CHANNEL_PRUNING:
+            return fixed.fix_channel_pruning_helper(mask, dim_reduction)
     return None
 
 

@@ -132,15 +132,15 @@ class PackedWeight(nn.Module):
         """Fake-quantize the input, as in training."""
         if self.inputs is None:
             return input
-        low = high = None
-        if self.inputs.fixed:
-            (low, high), groups = self._range(), 1
+        low, high = self._range()
         kind = SymQuantizer if self.inputs.symmetric else AsymQuantizer
-        return kind.apply(input, self.inputs.bits, low, high, groups)
+        return kind.apply(input, self.inputs.bits, low, high, groups if low is None else 1)
 
-    def _range(self) -> tuple[Tensor, Tensor]:
-        observer = cast(QuantAct, self.activation_quantizer)
-        low, high = observer.x_min_max.float()
+    def _range(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the fixed range of inputs; (None, None): each token or image has its own."""
+        if self.inputs is None or not self.inputs.fixed:
+            return None, None
+        low, high = cast(QuantAct, self.activation_quantizer).x_min_max.float()
         return low, high
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -218,7 +218,7 @@ class PackedLinear(PackedWeight, nn.Linear):
     def _integer_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return int8 [tokens, columns], scale, and zero point if asymmetric."""
         assert self.inputs is not None
-        low, high = self._range() if self.inputs.fixed else (None, None)
+        low, high = self._range()
         if self.inputs.symmetric:
             largest = None if low is None or high is None else torch.maximum(low.abs(), high.abs())
             levels, scale = symmetric_levels(rows, self.inputs.bits, largest)
