@@ -40,6 +40,11 @@ class FileStore:
         """Whether modules can compute with stored weights in place."""
         self._staging: dict[int, Tensor] = {}
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read into buffers so far."""
+        return self._file.bytes_read
+
     def region(self, nbytes: int) -> Tensor:
         """Allocate uint8 [nbytes] in the store, to be filled by plain copies."""
         return self._file.new(nbytes, torch.uint8)
@@ -74,6 +79,7 @@ class HostStore:
     readable = False
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self.bytes_read = 0
         self._pin = pin
         self._accelerator: Any = get_accelerator()
         self._stream = self._accelerator.Stream() if has_own_memory(device) else None
@@ -82,6 +88,7 @@ class HostStore:
         return host_empty(nbytes, torch.uint8, pin=self._pin)
 
     def start(self, buffer: Tensor, region: Tensor) -> Any:
+        self.bytes_read += region.numel()
         target = buffer[: region.numel()]
         if self._stream is None:
             target.copy_(region)

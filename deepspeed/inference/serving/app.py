@@ -43,7 +43,7 @@ from deepspeed.inference.serving.routes.embeddings import add_embedding_routes
 from deepspeed.inference.serving.routes.scores import add_score_routes
 from deepspeed.inference.serving.routes.texts import add_text_routes
 from deepspeed.inference.serving.sampling_fields import sampling_of
-from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_into, usage_of
+from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service, Services
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
@@ -210,8 +210,7 @@ class _Server:
         if begun.streams:
             return _EventStream(begun.events(), begun.sequences)
         try:
-            reading = asyncio.gather(*(each.read_all() for each in begun.sequences))
-            answers = await unless_disconnected(request, reading)
+            answers = await unless_disconnected(request, read_all(begun.sequences))
         except ClosedError as problem:
             return refusal_of(problem)
         finally:

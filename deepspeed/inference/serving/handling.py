@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -155,7 +155,7 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
         raise problem.with_traceback(None) from None
 
 
-async def unless_disconnected(request: Request, work: Awaitable[_Made]) -> _Made:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made:
     """Return the result of ``work``, or raise its exception. ``work`` is cancelled if the client, whose body has been
     read, disconnects (Refused)."""
     running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))

@@ -119,6 +119,11 @@ class RunningAnswer:
         self._service.cancel(self._ticket, reason)
 
 
+async def read_all(answers: Sequence[RunningAnswer]) -> list[list[Piece]]:
+    """Read all answers to their end."""
+    return await asyncio.gather(*(each.read_all() for each in answers))
+
+
 async def read_into(news: asyncio.Queue[Any], answer: RunningAnswer) -> None:
     """Put the parts of an answer, or the error that ends it, into ``news``."""
     try:
