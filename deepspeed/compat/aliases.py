@@ -37,6 +37,7 @@ MODULES = {
     "deepspeed.inference.v2.checkpoint.base_engine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
     "deepspeed.inference.v2.checkpoint.in_memory_engine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
     "deepspeed.inference.v2.engine_factory": "deepspeed.inference.v2.engine_v2",
+    "deepspeed.inference.v2.ragged.manager_configs": "deepspeed.inference.v2.config_v2",
     "deepspeed.inference.v2.scheduling_utils": "deepspeed.inference.v2.engine_v2",
     "deepspeed.io": "deepspeed.ops.io",
     "deepspeed.io.mock_file_writer": "deepspeed.ops.io.base_file_writer",
@@ -200,7 +201,9 @@ _NAMES_BY_MODULE = {
         """,
     },
     "deepspeed.inference.v2.ragged": {
-        "deepspeed.inference.v2.ragged.manager_configs": "AllocationMode DSStateManagerConfig MemoryConfig",
+        "deepspeed.inference.v2.config_v2": """
+            AllocationMode DSStateManagerConfig KVCacheConfig KVCacheType MemoryConfig
+        """,
     },
     "deepspeed.module_inject": {"deepspeed.compat.module_inject.replacing": "replace_transformer_layer"},
     "deepspeed.module_inject.auto_ep_config": {

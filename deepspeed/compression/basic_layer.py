@@ -111,14 +111,8 @@ class CompressedVocabulary(_SplitLayer, VocabParallelEmbedding):
 class Embedding_Compress(Compressible, nn.Embedding):
     """An embedding whose table may be quantized."""
 
+    plain_class = nn.Embedding
     tp_classes = {"vocabulary": CompressedVocabulary}
-
-    def __init__(self, *kargs: Any, **kwargs: Any) -> None:
-        nn.Embedding.__init__(self, *kargs, **kwargs)
-        self._begin(nn.Embedding)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Embedding.extra_repr(self)}, {_described(self)}"
 
     def forward(self, input: Tensor) -> Tensor:
         return F.embedding(
@@ -135,21 +129,13 @@ class Embedding_Compress(Compressible, nn.Embedding):
 class LinearLayer_Compress(Compressible, nn.Linear):
     """A linear layer whose weight and input may be quantized, and its weights, rows or heads pruned."""
 
+    plain_class = nn.Linear
     tp_classes = {"column": CompressedColumns, "row": CompressedRows}
+    sizes = ("out_features", "in_features")
+    num_heads: int | None = None
 
     def __init__(self, *kargs: Any, bias: bool = True, **kwargs: Any) -> None:
-        nn.Linear.__init__(self, *kargs, bias=bias, **kwargs)
-        self._begin(nn.Linear)
-
-    def _begin(self, plain: type[nn.Module]) -> None:
-        super()._begin(plain)
-        self.row_pruning_enabled = self.head_pruning_enabled = False
-        self.row_pruning_method: str | None = None
-        self.head_pruning_method: str | None = None
-        self.num_heads: int | None = None
-
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, {_described(self)}"
+        super().__init__(*kargs, bias=bias, **kwargs)
 
     def enable_row_pruning(self, ratio: float, method: str) -> None:
         """Prepare for keeping the share ``ratio`` of output features: those with the largest sum of |weight| ("l1",
@@ -198,26 +184,9 @@ class LinearLayer_Compress(Compressible, nn.Linear):
     ) -> Tensor | None:
         """Make row pruning permanent and return the boolean mask of kept rows. Given the ``mask`` of the preceding
         layer, prune this layer's input features instead. ``dim_reduction``: remove what is pruned, don't zero it."""
-        if mask is not None:
-            kept = mask.view(-1).bool()
-            if dim_reduction:
-                self._keep("weight", kept, dim=1)
-            else:
-                self._mask_weight(kept)
-            self.in_features = self.weight.shape[1]
-            return None
-        kept = self.get_mask("row").detach().view(-1).bool()
-        self._fix_rows(kept, dim_reduction)
-        self._drop_mask("row")
-        return kept
-
-    def _fix_rows(self, kept: Tensor, dim_reduction: bool) -> None:
-        if dim_reduction:
-            self._keep("weight", kept)
-            self._keep("bias", kept)
-            self.out_features = self.weight.shape[0]
-        else:
-            self._zero_rows(kept)
+        if mask is None:
+            return self._fix_rows("row", dim_reduction)
+        return self._prune(mask.view(-1).bool(), 1, dim_reduction)
 
     @torch.no_grad()
     def fix_head_pruning_helper(
@@ -228,15 +197,9 @@ class LinearLayer_Compress(Compressible, nn.Linear):
         if mask is not None:
             heads = mask.view(-1).bool()
             per_head = self.weight.shape[0] // (num_heads or heads.numel())
-            self._fix_rows(heads.repeat_interleave(per_head), dim_reduction)
-            return None
+            return self._prune(heads.repeat_interleave(per_head), 0, dim_reduction)
         kept = self.get_mask("head").detach().view(-1).bool()
-        features = kept.repeat_interleave(self.weight.shape[1] // kept.numel())
-        if dim_reduction:
-            self._keep("weight", features, dim=1)
-            self.in_features = self.weight.shape[1]
-        else:
-            self._mask_weight(features)
+        self._prune(kept.repeat_interleave(self.weight.shape[1] // kept.numel()), 1, dim_reduction)
         self._drop_mask("head")
         return kept
 
@@ -244,19 +207,10 @@ class LinearLayer_Compress(Compressible, nn.Linear):
 class Conv2dLayer_Compress(Compressible, nn.Conv2d):
     """A convolution whose weight and input may be quantized, and its weights or output channels pruned."""
 
-    row_width = 3
-
-    def __init__(self, *kargs: Any, **kwargs: Any) -> None:
-        nn.Conv2d.__init__(self, *kargs, **kwargs)
-        self._begin(nn.Conv2d)
-
-    def _begin(self, plain: type[nn.Module]) -> None:
-        super()._begin(plain)
-        self.channel_pruning_enabled = False
-        self.channel_pruning_method: str | None = None
-
-    def extra_repr(self) -> str:
-        return f"{nn.Conv2d.extra_repr(self)}, {_described(self)}"
+    plain_class = nn.Conv2d
+    sizes = ("out_channels", "in_channels")
+    applied_mask: Tensor
+    """Of the last forward, for the batch norm that follows."""
 
     def enable_channel_pruning(self, ratio: float, method: str) -> None:
         """Prepare for keeping the share ``ratio`` of output channels: those with the largest sum of |weight| ("l1",
@@ -268,68 +222,38 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
         weight, bias = self.compressed_weight(), self.bias
         if self.channel_pruning_enabled:
             mask = self.get_mask("channel")
-            vars(self)["applied_mask"] = mask.detach()  # for the batch norm that follows
+            vars(self)["applied_mask"] = mask.detach()
             weight = weight * mask
             bias = bias * mask.view(-1) if bias is not None else None
-        if self.padding_mode == "zeros":
-            return F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        inputs = F.pad(inputs, self._pads(), mode=self.padding_mode)
-        return F.conv2d(inputs, weight, bias, self.stride, 0, self.dilation, self.groups)
-
-    def _pads(self) -> list[int]:
-        """Return the padding in ``F.pad`` order: last dimension first."""
-        pads: list[int] = []
-        for dim in (1, 0):
-            if self.padding == "same":
-                total = self.dilation[dim] * (self.kernel_size[dim] - 1)
-                pads += [total // 2, total - total // 2]
-            else:
-                pads += [0, 0] if self.padding == "valid" else [int(self.padding[dim])] * 2
-        return pads
+        return self._conv_forward(inputs, weight, bias)
 
     @torch.no_grad()
-    def fix_channel_pruning_helper(
-        self, mask: Tensor | None = None, dim_reduction: bool = False
-    ) -> Tensor | None:
+    def fix_channel_pruning_helper(self, mask: Tensor | None, dim_reduction: bool) -> Tensor | None:
         """Make channel pruning permanent and return the boolean mask of kept channels. Given the ``mask`` of the
         preceding layer, prune this layer's input channels. ``dim_reduction``: remove what is pruned, don't zero it."""
-        if mask is not None:
-            kept = mask.view(-1).bool()
-            if self.groups != 1:
-                raise ValueError("channel_pruning: a related convolution must not have groups")
-            if dim_reduction:
-                self._keep("weight", kept, dim=1)
-                self.in_channels = self.weight.shape[1]
-            else:
-                self._mask_weight(kept.view(1, -1, 1, 1))
-            return None
-        kept = self.get_mask("channel").detach().view(-1).bool()
-        if dim_reduction and self.groups == 1:
-            self._keep("weight", kept)
-            self._keep("bias", kept)
-            self.out_channels = self.weight.shape[0]
-        else:
-            self._zero_rows(kept)
-        self._drop_mask("channel")
-        return kept
+        if mask is None:
+            return self._fix_rows("channel", dim_reduction and self.groups == 1)
+        if self.groups != 1:
+            raise ValueError("channel_pruning: a related convolution must not have groups")
+        return self._prune(mask.view(-1).bool(), 1, dim_reduction)
 
 
 class BNLayer_Compress(Compressible, nn.BatchNorm2d):
     """A batch norm after a convolution with pruned channels: it keeps those channels at zero."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        nn.BatchNorm2d.__init__(self, *args, **kwargs)
-        self._begin(nn.BatchNorm2d)
+    plain_class = nn.BatchNorm2d
+    mask_from: tuple[Conv2dLayer_Compress]
+    """The convolution, in a tuple, so that it is not registered as a submodule."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
         source = vars(self).get("mask_from")
         if source is None or not source[0].channel_pruning_enabled:
             return output
-        return output * vars(source[0])["applied_mask"].view(1, -1, 1, 1)
+        return output * source[0].applied_mask.view(1, -1, 1, 1)
 
     @torch.no_grad()
-    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
+    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool) -> None:
         """Remove the channels that ``mask`` drops, or without ``dim_reduction`` zero their scale and shift."""
         kept = mask.view(-1).bool()
         if dim_reduction:
@@ -341,25 +265,7 @@ class BNLayer_Compress(Compressible, nn.BatchNorm2d):
         vars(self).pop("mask_from", None)
 
 
-def _described(layer: Compressible) -> str:
-    return (
-        f"weight_quantization={layer.weight_quantization_enabled}, "
-        f"activation_quantization={layer.activation_quantization_enabled}, "
-        f"sparse_pruning={layer.sparse_pruning_enabled}"
-    )
-
-
 # Parallel layers --------------------------------------------------------------------------------------------
-
-
-def split_tensor_along_last_dim(
-    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """Split ``tensor`` into equal parts along its last dimension. ValueError: the size is not divisible."""
-    if tensor.shape[-1] % num_partitions:
-        raise ValueError(f"{tensor.shape[-1]} features are not {num_partitions} equal parts")
-    parts = tensor.split(tensor.shape[-1] // num_partitions, dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
 def _ranks(mpu: Any = None) -> Communicator:
@@ -374,6 +280,8 @@ def _ranks(mpu: Any = None) -> Communicator:
 class ColumnParallelLinear_Compress(LinearLayer_Compress):
     """Megatron's column-parallel linear layer: each rank of ``mpu`` has a part of the output features. Returns
     (output, bias or None)."""
+
+    mpu: Any
 
     def __init__(
         self,
@@ -404,6 +312,8 @@ class ColumnParallelLinear_Compress(LinearLayer_Compress):
 class RowParallelLinear_Compress(LinearLayer_Compress):
     """Megatron's row-parallel linear layer: each rank of ``mpu`` has a part of the input features. Returns (output,
     bias or None)."""
+
+    mpu: Any
 
     def __init__(
         self,

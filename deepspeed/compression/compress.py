@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +16,8 @@ from deepspeed.compression.basic_layer import Conv2dLayer_Compress, Embedding_Co
 from deepspeed.compression.helper import (
     compression_preparation,
     fix_compression,
-    generate_pruners,
     is_module_compressible,
+    make_pruner,
     recursive_getattr,
 )
 from deepspeed.compression.packed import pack_weights
@@ -47,54 +47,17 @@ _FITS: dict[str, tuple[type[nn.Module], ...]] = {
 """Module classes that a technique applies to."""
 
 
-def check_deepspeed_config(config: Config) -> dict[str, Any]:
-    """Load a config from a dict, a path or base64 text and return it as a dict."""
-    return dict(load_source(config).data)
-
-
-def get_module_name(
-    group_name: str,
-    model: nn.Module,
-    key_word: str,
-    exist_module_name: MutableSet[str],
-    mpu: Any = None,
-    verbose: bool = True,
-) -> tuple[list[str], MutableSet[str]]:
-    """Return the names of the compressible modules that match the regular expression ``key_word``, and
-    ``exist_module_name`` with these added. ``"*"`` matches all linear layers and convolutions.
-
-    ValueError: a name is already in ``exist_module_name``, i.e. in another group.
-    """
+def _names_of(model: nn.Module, pattern: str, mpu: Any) -> list[str]:
+    """Return the names of the compressible modules that match a regular expression. ``"*"`` matches all linear layers
+    and convolutions."""
     found = []
     for name, module in model.named_modules():
         if not name or not is_module_compressible(module, mpu):
             continue
-        everywhere = key_word == EVERY and not isinstance(module, (nn.Embedding, nn.BatchNorm2d))
-        if everywhere or (key_word != EVERY and re.search(key_word, name)):
+        everywhere = pattern == EVERY and not isinstance(module, (nn.Embedding, nn.BatchNorm2d))
+        if everywhere or (pattern != EVERY and re.search(pattern, name)):
             found.append(name)
-    _take(group_name, found, exist_module_name)
-    if verbose:
-        _log_matches(group_name, key_word, found)
-    return found, exist_module_name
-
-
-def _take(group: str, names: Sequence[str], taken: MutableSet[str]) -> None:
-    for name in names:
-        if name in taken:
-            raise ValueError(
-                f"{name} matches group {group!r} and an earlier group of the same technique: make only one "
-                "of their patterns match it"
-            )
-        taken.add(name)
-
-
-def _log_matches(group: str, pattern: str, names: Sequence[str]) -> None:
-    if names:
-        logger.info(
-            f"compression group {group}: {pattern!r} matches {len(names)} modules, such as {names[0]}"
-        )
-    else:
-        logger.warning(f"compression group {group}: {pattern!r} matches no compressible module")
+    return found
 
 
 def get_compress_methods(
@@ -114,9 +77,10 @@ def get_compress_methods(
             continue
         taken: set[str] = set()
         for group, description in _groups(technique, section[technique]):
+            scope = description[keys.DIFFERENT_GROUPS_MODULE_SCOPE]
             names = [
                 _matching(technique, shared, model, group, pattern, taken, mpu)
-                for pattern in _patterns(description)
+                for pattern in ([scope] if isinstance(scope, str) else scope)
             ]
             related = _related(model, group, names, description, mpu)
             params = {**shared, **description[keys.DIFFERENT_GROUPS_PARAMETERS]}
@@ -134,11 +98,6 @@ def _groups(technique: str, section: Mapping[str, Any]) -> Iterator[tuple[str, M
     yield from groups.items()
 
 
-def _patterns(description: Mapping[str, Any]) -> list[str]:
-    modules = description[keys.DIFFERENT_GROUPS_MODULE_SCOPE]
-    return [modules] if isinstance(modules, str) else list(modules)
-
-
 def _matching(
     technique: str,
     shared: Mapping[str, Any],
@@ -148,17 +107,28 @@ def _matching(
     taken: set[str],
     mpu: Any,
 ) -> list[str]:
-    """Return the names that match ``pattern``, suit the technique and are not in its ``excluded_modules``."""
-    found, _ = get_module_name(group, model, pattern, set(), mpu, verbose=False)
+    """Return the names that match ``pattern``, suit the technique and are not in its ``excluded_modules``, and add them
+    to ``taken``."""
     excluded = shared.get("excluded_modules", [])
     names = [
         name
-        for name in found
+        for name in _names_of(model, pattern, mpu)
         if isinstance(recursive_getattr(model, name), _fits(technique, mpu))
         and not any(re.search(each, name) for each in excluded)
     ]
-    _take(group, names, taken)
-    _log_matches(group, pattern, names)
+    for name in names:
+        if name in taken:
+            raise ValueError(
+                f"{name} matches group {group!r} and an earlier group of the same technique: make only one "
+                "of their patterns match it"
+            )
+        taken.add(name)
+    if names:
+        logger.info(
+            f"compression group {group}: {pattern!r} matches {len(names)} modules, such as {names[0]}"
+        )
+    else:
+        logger.warning(f"compression group {group}: {pattern!r} matches no compressible module")
     return names
 
 
@@ -183,7 +153,7 @@ def _related(
         )
     result = []
     for main, patterns in zip(names, wanted, strict=True):
-        found = [get_module_name(group, model, each, set(), mpu, verbose=False)[0] for each in patterns]
+        found = [_names_of(model, each, mpu) for each in patterns]
         for pattern, others in zip(patterns, found, strict=True):
             if len(others) != len(main):
                 raise ValueError(
@@ -223,12 +193,13 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
     compression_preparation(inner, methods, mpu)
     shared = section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS]
     if shared[keys.TECHNIQUE_ENABLED] and shared["method"] == keys.SNIP_MOMENTUM:
-        generate_pruners(shared, inner)
+        pruner = make_pruner(shared, inner)
+        vars(inner)["pruners"] = [pruner] if pruner.modules else []
     return model
 
 
 def _section(config: Config) -> dict[str, Any]:
-    return get_compression_config(check_deepspeed_config(config))
+    return get_compression_config(load_source(config).data)
 
 
 def _check_no_engine(module: nn.Module) -> None:
@@ -307,7 +278,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
 
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
-WIDTHS = ("all_head_size",)
+WIDTH = "all_head_size"
 
 
 def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
@@ -318,10 +289,9 @@ def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Ten
         for name in HEADS:
             if vars(owner).get(name) == before:
                 setattr(owner, name, after)
-        for name in WIDTHS:
-            width = vars(owner).get(name)
-            if isinstance(width, int) and width % before == 0:
-                setattr(owner, name, width // before * after)
+        width = vars(owner).get(WIDTH)
+        if isinstance(width, int) and width % before == 0:
+            setattr(owner, WIDTH, width // before * after)
 
 
 # Layer reduction --------------------------------------------------------------------------------------------
@@ -376,7 +346,8 @@ def _copy(student: nn.Module, name: str, teacher: nn.Module, source: str) -> Non
     except (AttributeError, IndexError, KeyError) as error:
         raise ValueError(f"layer_reduction copies {source} of the teacher to {name}: {error}") from error
     values = dict(_tensors(other))
-    with torch.no_grad(), GatheredParameters([*values.values()]), _written(mine):
+    written = GatheredParameters(list(mine.parameters()), modifier_rank=0)
+    with torch.no_grad(), GatheredParameters([*values.values()]), written:
         for key, tensor in _tensors(mine):
             if key not in values or values[key].shape != tensor.shape:
                 there = tuple(values[key].shape) if key in values else "not there"
@@ -385,10 +356,6 @@ def _copy(student: nn.Module, name: str, teacher: nn.Module, source: str) -> Non
                     f"here and {there} in the teacher"
                 )
             tensor.copy_(values[key])
-
-
-def _written(module: nn.Module) -> GatheredParameters:
-    return GatheredParameters(list(module.parameters()), modifier_rank=0)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -94,11 +94,11 @@ def _fit_config(model: Any, state: Mapping[str, Tensor]) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     differing = _differences(model, config, state)
-    for trial in _trials(model, state):
+    for sizes in _trials(model, state):
         if not differing:
             break
         changed = copy.deepcopy(config)
-        trial(changed)
+        _resize(changed, sizes)
         try:
             left = _differences(model, changed, state)
         except Exception as error:  # configs and constructors raise anything for sizes they do not accept
@@ -140,47 +140,29 @@ def _distance(differing: Differences) -> int:
     )
 
 
-class _Set:
-    """Sets keys of a config to a size."""
-
-    def __init__(self, *keys: str, size: int) -> None:
-        self.keys, self.size = keys, size
-
-    def __call__(self, config: Any) -> None:
-        for key in self.keys:
-            setattr(config, key, self.size)
-        kinds = getattr(config, "layer_types", None)
-        if kinds is not None and self.keys[0] in LAYERS:
-            config.layer_types = kinds[: self.size]
+def _resize(config: Any, sizes: Mapping[str, int]) -> None:
+    """Set keys of a config, and cut its list of layer types to the number of layers."""
+    for key, size in sizes.items():
+        setattr(config, key, size)
+        if key in LAYERS and getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:size]
 
 
-class _SetHeads(_Set):
-    """Sets the number of heads, keeping the head size."""
-
-    def __init__(self, *keys: str, size: int, head_dim: int) -> None:
-        super().__init__(*keys, size=size)
-        self.head_dim = head_dim
-
-    def __call__(self, config: Any) -> None:
-        config.head_dim = self.head_dim
-        super().__call__(config)
-
-
-def _trials(model: Any, state: Mapping[str, Tensor]) -> Iterator[_Set]:
-    """Yield candidate sizes, found in the model, for every size key of its config."""
+def _trials(model: Any, state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Yield candidate sizes, found in the model, for every size key of its config. With fewer heads, the head size is
+    kept."""
     config = model.config
     lists = sorted({len(module) for module in model.modules() if isinstance(module, nn.ModuleList)})
-    for key in LAYERS:
-        if hasattr(config, key):
-            yield from (_Set(key, size=size) for size in lists)
     sizes = sorted({size for tensor in state.values() for size in tensor.shape})
-    for key in WIDTHS:
-        if hasattr(config, key):
-            yield from (_Set(key, size=size) for size in sizes)
+    for keys, found in ((LAYERS, lists), (WIDTHS, sizes)):
+        for key in keys:
+            if hasattr(config, key):
+                yield from ({key: size} for size in found)
     heads = getattr(config, HEADS[0], None)
     if not isinstance(heads, int) or heads < 1:
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kept = {"head_dim": head_dim}
     keys = [key for key in HEADS if getattr(config, key, None) == heads]
     fewer = sorted({size // head_dim for size in sizes if size % head_dim == 0} & set(range(1, heads)))
-    yield from (_SetHeads(*keys, size=count, head_dim=head_dim) for count in fewer)
+    yield from (kept | dict.fromkeys(keys, count) for count in fewer)

@@ -143,27 +143,29 @@ def module_replacement(
                 raise ValueError(f"{technique} of {module_name}: {error}") from error
 
 
+_ARGUMENTS = {
+    keys.WEIGHT_QUANTIZATION: (
+        "start_bits",
+        "target_bits",
+        "quantization_period",
+        "quantize_weight_in_forward",
+        "quantization_type",
+        "quantize_groups",
+        "rounding",
+    ),
+    keys.ACTIVATION_QUANTIZATION: ("bits", "quantization_type", "range_calibration"),
+    keys.HEAD_PRUNING: ("dense_ratio", "method", "num_heads"),
+    keys.SPARSE_PRUNING: ("dense_ratio", "method"),
+    keys.ROW_PRUNING: ("dense_ratio", "method"),
+    keys.CHANNEL_PRUNING: ("dense_ratio", "method"),
+}
+"""Parameters of a technique that its method ``enable_...`` takes, in order."""
+
+
 def _prepare(module: Any, technique: str, params: Params) -> None:
-    if technique == keys.WEIGHT_QUANTIZATION:
-        module.enable_weight_quantization(
-            params["start_bits"],
-            params["target_bits"],
-            params["quantization_period"],
-            params["quantize_weight_in_forward"],
-            params["quantization_type"],
-            params["quantize_groups"],
-            params["rounding"],
-        )
-    elif technique == keys.ACTIVATION_QUANTIZATION:
-        module.enable_activation_quantization(
-            params["bits"], params["quantization_type"], params["range_calibration"]
-        )
-    elif technique == keys.HEAD_PRUNING:
-        module.enable_head_pruning(params["dense_ratio"], params["method"], params["num_heads"])
-    elif technique in (keys.SPARSE_PRUNING, keys.ROW_PRUNING, keys.CHANNEL_PRUNING):
-        getattr(module, f"enable_{technique}")(params["dense_ratio"], params["method"])
-    else:
+    if technique not in _ARGUMENTS:
         raise ValueError(f"unknown technique; expected one of {', '.join(keys.TECHNIQUES)}")
+    getattr(module, f"enable_{technique}")(*(params[name] for name in _ARGUMENTS[technique]))
 
 
 def compression_preparation(
@@ -180,8 +182,7 @@ def compression_preparation(
                     module_replacement(model, name, mpu=mpu)
                     follower = recursive_getattr(model, name)
                     if isinstance(follower, BNLayer_Compress):
-                        # in a tuple, so that it is not registered as a submodule of the batch norm
-                        vars(follower)["mask_from"] = (recursive_getattr(model, main),)
+                        follower.mask_from = (recursive_getattr(model, main),)
     for layer in model.modules():
         encoder = isinstance(layer, nn.TransformerEncoderLayer)
         if encoder and any(isinstance(child, Compressible) for child in layer.children()):
@@ -206,38 +207,26 @@ def fix_compression(
     module = recursive_getattr(model, module_name)
     if not isinstance(module, Compressible):
         raise ValueError(f"{module_name} was not prepared: call init_compression before training")
-    if keys.WEIGHT_QUANTIZATION in compression_technique:
-        return module.fix_weight_quantization()
-    if keys.SPARSE_PRUNING in compression_technique:
-        return module.fix_sparse_pruning_helper()
     fixed: Any = module
-    if keys.ROW_PRUNING in compression_technique:
-        return fixed.fix_row_col_pruning_helper(mask, dim_reduction=dim_reduction)
-    if keys.HEAD_PRUNING in compression_technique:
-        heads = compression_technique[keys.HEAD_PRUNING]["num_heads"]
-        return fixed.fix_head_pruning_helper(mask, num_heads=heads, dim_reduction=dim_reduction)
-    if keys.CHANNEL_PRUNING in compression_technique:
-        return fixed.fix_channel_pruning_helper(mask, dim_reduction=dim_reduction)
+    for technique, params in compression_technique.items():
+        if technique == keys.WEIGHT_QUANTIZATION:
+            fixed.fix_weight_quantization()
+        elif technique == keys.SPARSE_PRUNING:
+            fixed.fix_sparse_pruning_helper()
+        elif technique == keys.ROW_PRUNING:
+            return fixed.fix_row_col_pruning_helper(mask, dim_reduction)
+        elif technique == keys.HEAD_PRUNING:
+            return fixed.fix_head_pruning_helper(mask, params["num_heads"], dim_reduction)
+        elif technique == keys.CHANNEL_PRUNING:
+            return fixed.fix_channel_pruning_helper(mask, dim_reduction)
     return None
 
 
 # Pruners ----------------------------------------------------------------------------------------------------
 
 
-def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
-    """Create the pruners for the modules prepared for "snip_momentum", and set `model.pruners` to them.
-
-    `config`: a whole config, its section `compression_training`, or the shared parameters of `sparse_pruning`.
-    """
-    shared = config.get(keys.COMPRESSION_TRAINING, config)
-    shared = shared.get(keys.SPARSE_PRUNING, {}).get(keys.SHARED_PARAMETERS, shared)
-    pruner = make_pruner(shared, model)
-    vars(model)["pruners"] = [pruner] if pruner.modules else []
-    return vars(model)["pruners"]
-
-
 def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
-    """Create the pruner of a model, even if it has no module to prune."""
+    """Create the pruner of a model, even if it has no module to prune. ``shared``: parameters of `sparse_pruning`."""
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -245,31 +234,21 @@ def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
     }
     pruner = SnipMomentum(
         modules,
-        begin=int(shared.get("schedule_offset", 0)),
-        end=int(shared.get("schedule_offset_end", 0)),
-        stride=int(shared.get("schedule_offset_stride", 1)),
-        pattern=shared.get("block_pattern", "4x1"),
-        dense_ratio=float(shared.get("dense_ratio", 0.1)),
+        begin=shared["schedule_offset"],
+        end=shared["schedule_offset_end"],
+        stride=shared["schedule_offset_stride"],
+        pattern=shared["block_pattern"],
+        dense_ratio=shared["dense_ratio"],
     )
     for name, module in modules.items():
         with GatheredParameters([module.weight]):
             if not pruner.fits(module.weight):
                 logger.warning(
                     f"sparse_pruning leaves {name} dense: its shape {tuple(module.weight.shape)} is not a "
-                    f"multiple of the blocks {shared.get('block_pattern', '4x1')}"
+                    f"multiple of the blocks {shared['block_pattern']}"
                 )
                 del pruner.modules[name]
     return pruner
-
-
-def register_on_step_begin(model: nn.Module) -> Any:
-    """Notify `model.pruners` before each forward. Returns the hook handle."""
-
-    def notify(module: nn.Module, inputs: Any) -> None:
-        for pruner in vars(module).get("pruners", ()):
-            pruner.on_step_begin(0)
-
-    return model.register_forward_pre_hook(notify)
 
 
 def rewrite_optimizer_step(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:

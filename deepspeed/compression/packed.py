@@ -132,15 +132,15 @@ class PackedWeight(nn.Module):
         """Fake-quantize the input, as in training."""
         if self.inputs is None:
             return input
-        low = high = None
-        if self.inputs.fixed:
-            (low, high), groups = self._range(), 1
+        low, high = self._range()
         kind = SymQuantizer if self.inputs.symmetric else AsymQuantizer
-        return kind.apply(input, self.inputs.bits, low, high, groups)
+        return kind.apply(input, self.inputs.bits, low, high, groups if low is None else 1)
 
-    def _range(self) -> tuple[Tensor, Tensor]:
-        observer = cast(QuantAct, self.activation_quantizer)
-        low, high = observer.x_min_max.float()
+    def _range(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the fixed range of inputs; (None, None): each token or image has its own."""
+        if self.inputs is None or not self.inputs.fixed:
+            return None, None
+        low, high = cast(QuantAct, self.activation_quantizer).x_min_max.float()
         return low, high
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -155,9 +155,10 @@ class PackedWeight(nn.Module):
                 setattr(self, name, tensor.to(self.weight_packed.device))
         return self
 
-    def _described(self) -> str:
+    def extra_repr(self) -> str:
         inputs = "" if self.inputs is None else f", inputs of {self.inputs.bits} bits"
-        return f"bits={self.packing.codes.bits}, groups={self.weight_scales.numel()}{inputs}"
+        bits, groups = self.packing.codes.bits, self.weight_scales.numel()
+        return f"{super().extra_repr()}, bits={bits}, groups={groups}{inputs}"
 
 
 class PackedLinear(PackedWeight, nn.Linear):
@@ -217,7 +218,7 @@ class PackedLinear(PackedWeight, nn.Linear):
     def _integer_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return int8 [tokens, columns], scale, and zero point if asymmetric."""
         assert self.inputs is not None
-        low, high = self._range() if self.inputs.fixed else (None, None)
+        low, high = self._range()
         if self.inputs.symmetric:
             largest = None if low is None or high is None else torch.maximum(low.abs(), high.abs())
             levels, scale = symmetric_levels(rows, self.inputs.bits, largest)
@@ -245,9 +246,6 @@ class PackedLinear(PackedWeight, nn.Linear):
             return scales, None
         return scales, self.weight_zeros.repeat_interleave(each) + 2 ** (self.packing.codes.bits - 1) * scales
 
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, {self._described()}"
-
 
 class PackedConv2d(PackedWeight, nn.Conv2d):
     """A convolution with packed weights, dequantized for each forward."""
@@ -255,9 +253,6 @@ class PackedConv2d(PackedWeight, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         images = input.shape[0] if input.dim() == 4 else 1
         return self._conv_forward(self._quantized_input(input, images), self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Conv2d.extra_repr(self)}, {self._described()}"
 
 
 class PackedEmbedding(PackedWeight, nn.Embedding):
@@ -274,9 +269,6 @@ class PackedEmbedding(PackedWeight, nn.Embedding):
         if self.weight_zeros is not None:
             levels.add_(self.weight_zeros[group][..., None])
         return levels.to(self.weight_dtype)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Embedding.extra_repr(self)}, {self._described()}"
 
 
 PACKED: dict[type[nn.Module], type[PackedWeight]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deepspeed.compression.utils import SYMMETRIC, quantizer_for
+from deepspeed.compression.utils import SYMMETRIC
 from deepspeed.ops.formats.integers import asymmetric_levels, binary_levels, symmetric_levels, ternary_levels
 
 MAX_BITS = 8
@@ -66,11 +66,7 @@ class Grid:
 
     @classmethod
     def of(cls, weight: Tensor, bits: int, kind: str, groups: int) -> Grid:
-        """Round ``weight`` to nearest, as the quantizer for ``bits`` does. ValueError: ``groups`` does not divide its
-        size."""
-        quantizer_for(bits, kind)
-        if weight.numel() % groups:
-            raise ValueError(f"{weight.numel()} values cannot be divided into {groups} equal groups")
+        """Round ``weight`` to nearest, as the quantizer for ``bits`` does; ``groups`` divides its size."""
         grouped = weight.detach().reshape(groups, -1).float()
         zeros = None
         if bits == 1:

@@ -12,6 +12,12 @@ from deepspeed.compression.techniques import Compressible
 from deepspeed.compression.utils import seed_of
 from deepspeed.config import compression_constants as keys
 
+_PREPARED = {
+    keys.ACTIVATION_QUANTIZATION: "activation_quantizer",
+    **{each: f"{each}_method" for each in keys.TECHNIQUES if each.endswith("pruning")},
+}
+"""The attribute of a module that is set if it is prepared for a technique."""
+
 
 def bits_at(step: int, start: int, target: int, period: int) -> int:
     """Return the bits after ``step`` steps of quantization: ``start``, less one every ``period`` steps, down to
@@ -38,16 +44,12 @@ class compression_scheduler:
         self.compression_config = compression_config
         self.training_steps = 0
         self.weight_quantization_enabled = False
-        self.make_init()
-        self.check_all_modules()
-
-    def make_init(self) -> None:
-        """Collect the prepared modules."""
-        found = {name: each for name, each in self.model.named_modules() if isinstance(each, Compressible)}
+        found = {name: each for name, each in model.named_modules() if isinstance(each, Compressible)}
         self.modules = list(found.values())
         self._seeds = [seed_of(name) for name in found]
         self._logged: set[str] = set()
         self._bits: tuple[int, ...] = ()
+        self.check_all_modules()
 
     def _active(self, technique: str) -> Mapping[str, Any] | None:
         """Return the shared parameters of a technique if it is on at this step, else None."""
@@ -61,11 +63,13 @@ class compression_scheduler:
             log_dist(f"compression: {technique} enabled at step {self.training_steps}", ranks=[0])
         return shared
 
-    def check_weight_quantization(self) -> None:
+    def _quantize_weights(self) -> None:
         shared = self._active(keys.WEIGHT_QUANTIZATION)
         self.weight_quantization_enabled = shared is not None
         if shared is None:
-            return self._switch("weight_quantization", lambda module: False)
+            for module in self.modules:
+                module.weight_quantization_enabled = False
+            return
         step = self.training_steps - shared[keys.TECHNIQUE_SCHEDULE_OFFSET]
         mixed = shared["fp16_mixed_quantize"] or {"enabled": False}
         share = quantized_share(step, mixed["quantize_change_ratio"]) if mixed["enabled"] else 1.0
@@ -82,40 +86,14 @@ class compression_scheduler:
         if shared["quantize_verbose"] and bits != self._bits:
             log_dist(f"compression: weights have {bits} bits at step {self.training_steps}", ranks=[0])
         self._bits = bits
-        return None
-
-    def check_activation_quantization(self) -> None:
-        self._check(keys.ACTIVATION_QUANTIZATION, "activation_quantization", "activation_quantizer")
-
-    def check_sparse_pruning(self) -> None:
-        self._check(keys.SPARSE_PRUNING, "sparse_pruning", "sparse_pruning_method")
-
-    def check_head_pruning(self) -> None:
-        self._check(keys.HEAD_PRUNING, "head_pruning", "head_pruning_method")
-
-    def check_row_pruning(self) -> None:
-        self._check(keys.ROW_PRUNING, "row_pruning", "row_pruning_method")
-
-    def check_channel_pruning(self) -> None:
-        self._check(keys.CHANNEL_PRUNING, "channel_pruning", "channel_pruning_method")
-
-    def _check(self, technique: str, name: str, prepared: str) -> None:
-        on = self._active(technique) is not None
-        self._switch(name, lambda module: on and getattr(module, prepared, None) is not None)
-
-    def _switch(self, name: str, on: Any) -> None:
-        for module in self.modules:
-            if hasattr(module, f"{name}_enabled"):
-                setattr(module, f"{name}_enabled", on(module))
 
     def check_all_modules(self) -> None:
         """Switch every technique on or off for the current step."""
-        self.check_weight_quantization()
-        self.check_activation_quantization()
-        self.check_sparse_pruning()
-        self.check_head_pruning()
-        self.check_row_pruning()
-        self.check_channel_pruning()
+        self._quantize_weights()
+        for technique, prepared in _PREPARED.items():
+            on = self._active(technique) is not None
+            for module in self.modules:
+                setattr(module, f"{technique}_enabled", on and getattr(module, prepared) is not None)
 
     def step(self, step_zero_check: bool = False) -> None:
         """Count a step (unless ``step_zero_check``), then switch the techniques."""

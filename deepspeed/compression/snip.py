@@ -80,9 +80,6 @@ class SnipMomentum:
         """Return whether weights are scored in this step."""
         return self.begin <= self.step <= self.end
 
-    def on_step_begin(self, local_step: int) -> None:
-        """Do nothing; part of the documented interface."""
-
     @torch.no_grad()
     def on_before_optimizer_step(
         self, weight: Reader = lambda param: param, gradient: Reader = lambda param: param.grad

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from inspect import get_annotations
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,47 @@ class Compressible(nn.Module):
 
     weight: nn.Parameter
     plain_class: type[nn.Module]
-    row_width = 1
-    """Number of weight dims after the row dim."""
+    sizes: ClassVar[tuple[str, str]]
+    """Names of the attributes with the numbers of output and input features (or channels)."""
+
+    # What follows is state: `release` deletes the annotated attributes.
+    weight_quantization_enabled: bool = False
+    weight_quantization_enabled_in_forward: bool = False
+    weight_quantize_num_groups: int = 1
+    weight_quantize_type: str = SYMMETRIC
+    weight_rounding: str = NEAREST
+    weight_bits: tuple[int, int, int] | None = None
+    """(start bits, target bits, steps per bit); None if the weight is not to be quantized."""
+    weight_quantize_bits: int = 8
+    """Current bit width."""
+    weight_quantize_share: float = 1.0
+    """Share of the quantized value in the mixture with the unquantized weight."""
+    weight_quantize_seed: int | None = None
+    """Seed of stochastic rounding: the same noise on all ranks and in a recomputed forward."""
+    activation_quantization_enabled: bool = False
+    activation_quantization_bits: int | None = None
+    activation_quantization_range: str | None = None
+    activation_quantizer: Any
+    sparse_pruning_enabled: bool = False
+    sparse_pruning_method: str | None = None
+    sparse_pruning_ratio: float = 1.0
+    row_pruning_enabled: bool = False
+    row_pruning_method: str | None = None
+    row_pruning_ratio: float
+    head_pruning_enabled: bool = False
+    head_pruning_method: str | None = None
+    head_pruning_ratio: float
+    channel_pruning_enabled: bool = False
+    channel_pruning_method: str | None = None
+    channel_pruning_ratio: float
+    name_seed: int | None = None
+    """Seed of initial mask scores, combined with torch's initial seed; None: torch's default generator."""
+    grid: Grid | None = None
+    """The integer levels of the weight, once it is rounded permanently."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(self.plain_class)
 
     @classmethod
     def take(cls, module: nn.Module) -> Compressible:
@@ -78,41 +118,26 @@ class Compressible(nn.Module):
 
     def _begin(self, plain: type[nn.Module]) -> None:
         self.plain_class = plain
-        self.weight_quantization_enabled = False
-        self.weight_quantization_enabled_in_forward = False
-        self.weight_quantize_num_groups = 1
-        self.weight_quantize_type = SYMMETRIC
-        self.weight_rounding = NEAREST
-        self.weight_bits: tuple[int, int, int] | None = None
-        """(start bits, target bits, steps per bit); None if the weight is not to be quantized."""
-        self.weight_quantize_bits = 8
-        """Current bit width."""
-        self.weight_quantize_share = 1.0
-        """Share of the quantized value in the mixture with the unquantized weight."""
-        self.weight_quantize_seed: int | None = None
-        """Seed of stochastic rounding: the same noise on all ranks and in a recomputed forward."""
-        self.activation_quantization_enabled = False
-        self.activation_quantization_bits: int | None = None
-        self.activation_quantization_range: str | None = None
-        self.activation_quantizer: Any = None
-        self.sparse_pruning_enabled = False
-        self.sparse_pruning_method: str | None = None
-        self.sparse_pruning_ratio = 1.0
-        self.name_seed: int | None = None
-        """Seed of initial mask scores, combined with torch's initial seed; None: torch's default generator."""
-        self.grid: Grid | None = None
-        """The integer levels of the weight, once it is rounded permanently."""
+        self.activation_quantizer = None  # of the instance: one of the class would hide a submodule
 
     def release(self) -> nn.Module:
         """Turn the module back into an ordinary layer. The effect of the techniques must be made permanent before."""
         plain, mine = self.plain_class, vars(self)
-        for name in _ATTRIBUTES & mine.keys():
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, Compressible)]
+        for name in mine.keys() & {name for kind in kinds for name in get_annotations(kind)}:
             del mine[name]
         for kind in _PRUNING:
             self._forget_mask(kind)
         self._modules.pop("activation_quantizer", None)
         self.__class__ = plain  # type: ignore[assignment]
         return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, weight_quantization={self.weight_quantization_enabled}, "
+            f"activation_quantization={self.activation_quantization_enabled}, "
+            f"sparse_pruning={self.sparse_pruning_enabled}"
+        )
 
     # Weight quantization ------------------------------------------------------------------------------------
 
@@ -193,8 +218,7 @@ class Compressible(nn.Module):
         return self.weight_quantization_enabled and self.weight_quantization_enabled_in_forward
 
     def _prunes(self, kind: str) -> bool:
-        mine = vars(self)
-        return bool(mine.get(f"{kind}_pruning_enabled") and mine.get(f"{kind}_pruning_method"))
+        return bool(getattr(self, f"{kind}_pruning_enabled") and getattr(self, f"{kind}_pruning_method"))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather a tensor that is split over ranks like the weight, without gradient."""
@@ -251,15 +275,10 @@ class Compressible(nn.Module):
 
     def _enable_rows(self, kind: str, ratio: float, method: str) -> None:
         """Register the mask of whole rows (output features or channels), a buffer or parameter named after ``kind``."""
-        vars(self).update(
-            {
-                f"{kind}_pruning_ratio": ratio,
-                f"{kind}_pruning_method": method,
-                f"{kind}_pruning_enabled": False,
-            }
-        )
-        rows = _shape(self.weight)[0]
-        ones = [1] * self.row_width
+        setattr(self, f"{kind}_pruning_ratio", ratio)
+        setattr(self, f"{kind}_pruning_method", method)
+        rows, *others = _shape(self.weight)
+        ones = [1] * len(others)
         if method == L1:
             sizes = self.weight.detach().abs().flatten(1).sum(dim=1)
             self.register_buffer(f"{kind}_pruning_mask", top_mask(sizes, ratio).view(rows, *ones))
@@ -314,13 +333,26 @@ class Compressible(nn.Module):
         if tensor is not None:
             tensor.data = tensor.data.index_select(dim, kept.nonzero().view(-1)).contiguous()
 
-    def _zero_rows(self, kept: Tensor) -> None:
-        """Zero the rows that are not ``kept``, and their bias."""
-        ones = [1] * self.row_width
-        self._mask_weight(kept.view(-1, *ones))
+    def _prune(self, kept: Tensor, dim: int, remove: bool) -> None:
+        """Remove the entries along ``dim`` of the weight, and for dim 0 of the bias, that are not ``kept`` (boolean),
+        or without ``remove`` zero them."""
+        if remove:
+            self._keep("weight", kept, dim)
+            setattr(self, self.sizes[dim], self.weight.shape[dim])
+        else:
+            self._mask_weight(kept.view([-1 if each == dim else 1 for each in range(self.weight.dim())]))
         bias = getattr(self, "bias", None)
-        if bias is not None:
+        if dim == 0 and remove:
+            self._keep("bias", kept)
+        elif dim == 0 and bias is not None:
             bias.data = bias.data * kept
+
+    def _fix_rows(self, kind: str, remove: bool) -> Tensor:
+        """Make the pruning of rows permanent; return the boolean mask of kept rows."""
+        kept = self.get_mask(kind).detach().view(-1).bool()
+        self._prune(kept, 0, remove)
+        self._drop_mask(kind)
+        return kept
 
 
 def tokens(inputs: Tensor) -> int:
@@ -334,17 +366,3 @@ def _shape(weight: Tensor) -> torch.Size:
 
 
 _PRUNING = ("sparse", "row", "head", "channel")
-_ATTRIBUTES = frozenset(
-    [f"{kind}_pruning_{what}" for kind in _PRUNING for what in ("enabled", "method", "ratio")]
-    + [f"activation_quantization_{what}" for what in ("enabled", "bits", "range")]
-    + [f"weight_quantize_{what}" for what in ("num_groups", "type", "bits", "share", "seed")]
-    + [
-        "weight_quantization_enabled",
-        "weight_quantization_enabled_in_forward",
-        "weight_rounding",
-        "weight_bits",
-    ]
-    + ["plain_class", "num_heads", "activation_quantizer", "mask_from", "applied_mask"]
-    + ["mpu", "grid", "name_seed"]
-)
-"""Attributes of compressed layers that ``release`` deletes, besides tensors and modules."""

@@ -63,7 +63,7 @@ class Pretrained:
 
         Args:
             dtype: of weights that were packed; None: that of the config. Other weights keep the dtype of the folder.
-            keeps_integers: keep integer weights for which there are kernels (`quantized/integer_layers.py`).
+            keeps_integers: keep integer weights for which there are kernels (`kernels.py`).
 
         OSError, ValueError: its weights cannot be read, or some are missing.
         """

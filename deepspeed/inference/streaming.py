@@ -155,8 +155,8 @@ class StreamedWeights:
     def _of_others(self, module: nn.Module, tensors: Sequence[Tensor]) -> Unit | None:
         if len(tensors) != 1:
             return None
-        region = _bytes_of(tensors[0])
-        return Unit(module, list(tensors), [0], region, [tensors[0].data])
+        stored = tensors[0].data
+        return Unit(module, list(tensors), [0], stored.view(-1).view(torch.uint8), [stored])
 
     def _keep_the_rest(self) -> None:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -265,10 +265,6 @@ def _views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> l
         flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, offset in zip(tensors, offsets, strict=True)
     ]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.data.view(-1).view(torch.uint8)
 
 
 def _aligned(nbytes: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ A store allocates flat byte regions, and fills device buffers from them in the b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +19,6 @@ from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 from deepspeed.ops.aio.engine import AioOptions
 from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.offload.swap_file import SwapFile
-
-
-class WeightStore(Protocol):
-    """Allocates regions and reads them into buffers."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read into buffers so far."""
-        ...
-
-    @property
-    def readable(self) -> bool:
-        """True: modules can compute with stored weights in place."""
-        ...
-
-    def region(self, nbytes: int) -> Tensor:
-        """Allocate uint8 [nbytes] in the store, to be filled by plain copies."""
-        ...
-
-    def start(self, buffer: Tensor, region: Tensor) -> Any:
-        """Start filling the first bytes of ``buffer``; return a ticket for ``finish``."""
-        ...
-
-    def finish(self, ticket: Any) -> None:
-        """Make later work of the current stream wait until the buffer is filled."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class FileStore:
@@ -65,20 +37,25 @@ class FileStore:
         )
         self._off_host = has_own_memory(device)
         self.readable = not self._off_host
+        """Whether modules can compute with stored weights in place."""
         self._staging: dict[int, Tensor] = {}
 
     @property
     def bytes_read(self) -> int:
+        """Bytes read into buffers so far."""
         return self._file.bytes_read
 
     def region(self, nbytes: int) -> Tensor:
+        """Allocate uint8 [nbytes] in the store, to be filled by plain copies."""
         return self._file.new(nbytes, torch.uint8)
 
     def start(self, buffer: Tensor, region: Tensor) -> Any:
+        """Start filling the first bytes of ``buffer``; return a ticket for ``finish``."""
         target = self._on_host(buffer)[: region.numel()]
         return self._file.read(target, region), buffer
 
     def finish(self, ticket: Any) -> None:
+        """Make later work of the current stream wait until the buffer is filled."""
         transfer, buffer = ticket
         self._file.finish(transfer)
         if self._off_host:
@@ -97,7 +74,7 @@ class FileStore:
 
 
 class HostStore:
-    """Host memory, page-locked if ``pin``, copied to the device on a separate stream."""
+    """Host memory, page-locked if ``pin``, copied to the device on a separate stream. Methods as of ``FileStore``."""
 
     readable = False
 
@@ -128,6 +105,9 @@ class HostStore:
 
     def close(self) -> None:
         """No-op: nothing is open."""
+
+
+WeightStore = FileStore | HostStore
 
 
 def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore | None:

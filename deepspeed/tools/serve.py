@@ -16,8 +16,7 @@ from deepspeed.base.logging import report
 from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.inference.pretrained import classifier_in
 from deepspeed.inference.scheduling.speculation import SpeculativeConfig
-from deepspeed.inference.serving.clients import Certificate, RequestLog
-from deepspeed.inference.serving.observing import access_log, trace
+from deepspeed.inference.serving.clients import Certificate, RequestLog, access_log, trace
 from deepspeed.inference.serving.pooling import pooling_of
 from deepspeed.observe.live.access import check_token, is_local
 from deepspeed.tools import serve_options

@@ -14,21 +14,19 @@ import torch
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.transformers_models import why_not_loaded
-from deepspeed.inference.cache.division import divide
 from deepspeed.inference.config import DtypeEnum
 from deepspeed.inference.entry import init_inference
-from deepspeed.inference.generation.generator import Generator, default_cache_bytes, longest_request
+from deepspeed.inference.generation.generator import Generator, default_cache_bytes, divide, longest_request
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.pretrained import Pretrained
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import read_keys
-from deepspeed.inference.serving.commands import BroadcastCommands, SingleRankCommands
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models, ServedModel
 from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
-from deepspeed.inference.serving.service import Service, Services
+from deepspeed.inference.serving.service import Service, Services, broadcast
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
 
@@ -131,7 +129,7 @@ class _Causal:
         formats = formats_of(args, tokenizer.template)
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
-        announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.info.device)
+        announce = None if group is None else partial(broadcast, group, runner.info.device)
         formats_line = f"tool calls: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
         self.summary = f"model {args.name}, {memory_line(generator)}; {self.no_text or formats_line}"
         load_one = None
@@ -140,7 +138,7 @@ class _Causal:
             load_one = partial(load_adapter, runner.module, adaptable=adaptable_layers(runner.module))
         return ServedModel(
             name=args.name,
-            service=_service_of(args, generator, announcer),
+            service=_service_of(args, generator, announce),
             tokenizer=tokenizer,
             max_length=max_length,
             stop_token_ids=runner.info.stop_token_ids,
@@ -189,9 +187,9 @@ class _Encoder:
         )
 
 
-def _service_of(args: argparse.Namespace, engine: Any, announcer: Any = None) -> Service:
+def _service_of(args: argparse.Namespace, engine: Any, announce: Any = None) -> Service:
     limits = {"max_requests": args.max_requests, "request_seconds": args.request_seconds}
-    return Service(engine, announcer=announcer, **limits)
+    return Service(engine, announce=announce, **limits)
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:

@@ -13,7 +13,7 @@ pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="the extra o
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from deepspeed.inference.serving import app as application
-from deepspeed.inference.serving.observing import trace
+from deepspeed.inference.serving.clients import trace
 from tests.inference.test_http import server
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

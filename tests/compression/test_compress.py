@@ -24,7 +24,7 @@ from deepspeed.compression.compress import (
     redundancy_clean,
     student_initialization,
 )
-from deepspeed.compression.helper import module_replacement, register_on_step_begin, rewrite_optimizer_step
+from deepspeed.compression.helper import module_replacement, rewrite_optimizer_step
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
 from deepspeed.compression.utils import AsymQuantizer, SymQuantizer
@@ -356,7 +356,6 @@ def test_pruners_without_an_engine() -> None:
     assert [type(each).__name__ for each in cast("Any", model.pruners)] == ["SnipMomentum"]
     assert not isinstance(model.classifier, Compressible)
     scheduler = scheduled(model, asked)
-    register_on_step_begin(model)
     optimizer = rewrite_optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.pruners = model.pruners
     for step in range(6):

@@ -22,8 +22,7 @@ from deepspeed.config.section import (
 from deepspeed.config.sections.offload import OffloadDeviceEnum
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
-from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
+from deepspeed.inference.v2.config_v2 import DSStateManagerConfig, KVCacheConfig, RaggedInferenceEngineConfig
 
 
 class Child(DeepSpeedConfigModel):

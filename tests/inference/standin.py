@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, TokenLogprob
 from deepspeed.inference.scheduling.scheduler import Scheduler
 from deepspeed.inference.serving.models import ServedModel
-from deepspeed.inference.serving.service import Service
+from deepspeed.inference.serving.service import Service, Update
 from deepspeed.inference.serving.tokenizers import BEGIN
 
 REPLY = "Grüße, wörld 🙂! "
@@ -103,3 +104,18 @@ def served(service: Service, tokenizer: Bytes | None = None, **more: Any) -> Ser
     """The model "parrot" of a server."""
     given = {"name": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more}
     return ServedModel(service=service, tokenizer=tokenizer or Bytes(), **given)
+
+
+def stream(service: Service, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
+    """Yield the updates of one request; closing the iterator cancels it. A failure of the service is raised."""
+    updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+    ticket, reason = service.submit(prompt, params, updates.put), None
+    try:
+        while reason is None:
+            update = updates.get()
+            reason = update.reason
+            if update.error is not None:
+                raise update.error
+            yield update
+    finally:
+        service.cancel(ticket, reason or "cancelled")

@@ -68,7 +68,7 @@ def read(body: bytes) -> str:
         if body.startswith(b'{"messages"'):
             protocol.messages_of(protocol.parse(ChatRequest, body))
         else:
-            protocol.prompts_of(protocol.parse(CompletionRequest, body))
+            protocol.texts_of(protocol.parse(CompletionRequest, body).prompt, "prompt")
     except RequestError as error:
         return str(error)
     return ""

@@ -30,7 +30,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from deepspeed.inference.serving.app import ServerSettings, make_app
-from deepspeed.inference.serving.listening import HEADERS_S, Certificate, Listener, make_listener
+from deepspeed.inference.serving.listening import Certificate, Listener, make_listener
 
 
 class Running:
@@ -70,7 +70,6 @@ def server(
     certificate: Certificate | None = None,
     tokenizer: Bytes | None = None,
     drain_seconds: float = 5.0,
-    headers_seconds: float = HEADERS_S,
     ready: Callable[[str], None] | None = None,
     others: Sequence[ServedModel] = (),
     sockets: list[socket.socket] | None = None,
@@ -98,7 +97,6 @@ def server(
         host="127.0.0.1",
         port=0,
         drain_seconds=drain_seconds,
-        headers_seconds=headers_seconds,
         ready=announce,
     )
     thread = threading.Thread(target=listener.run, args=(sockets,), daemon=True)

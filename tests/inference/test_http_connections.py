@@ -72,9 +72,10 @@ def test_a_token_that_no_header_can_hold_is_refused(token: str) -> None:
         ServerSettings(token=token)
 
 
-def test_headers_that_never_end() -> None:
+def test_headers_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is that of all headers: what comes now and then does not put it off. Bodies have their own."""
-    with server(headers_seconds=0.3) as running:
+    monkeypatch.setattr(listening, "HEADERS_S", 0.3)
+    with server() as running:
         with raw(running) as silent:
             assert silent.recv(100) == b""
         with raw(running) as slow:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.inference.generation.logits import LogitsProcessor, filtered
-from deepspeed.inference.generation.sampling import Sampler, log_probabilities
+from deepspeed.inference.generation.sampling import Sampler
 from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams, TokenLogprob
 
 
@@ -166,7 +166,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     scores = logits(1, 20)
     one = request(logprobs=True, temperature=0.5, top_k=3)
     token = Sampler().choose(scores, [one])[0]
-    value = float(log_probabilities(scores)[0, token])
+    value = float(scores.log_softmax(-1)[0, token])
     assert one.logprobs == [TokenLogprob(token, pytest.approx(value))]  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def test_logprobs_of_the_likeliest_tokens() -> None:
     scores = logits(2, 20)
     one, other = request(0, logprobs=True, top_logprobs=3), request(1, logprobs=True)
     Sampler().choose(scores, [one, other])
-    best = log_probabilities(scores)[0].topk(3)
+    best = scores.log_softmax(-1)[0].topk(3)
     assert one.logprobs[0].top == tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     assert one.logprobs[0].token == int(best.indices[0]) and other.logprobs[0].top == ()
 

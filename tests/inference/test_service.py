@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.inference.scheduling.requests import SamplingParams
-from deepspeed.inference.serving.commands import BroadcastCommands, Commands
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Services, Update
+from deepspeed.inference.serving.service import (
+    BusyError,
+    ClosedError,
+    Commands,
+    Service,
+    Services,
+    Update,
+    broadcast,
+)
 from deepspeed.inference.serving.text import TextStream
-from tests.inference.standin import REPLY, Bytes, Parrot
+from tests.inference.standin import REPLY, Bytes, Parrot, stream
 from tests.parallel.tensor.threads import ThreadGroup, run_ranks
 
 EXPECTED = list(REPLY.encode())
@@ -33,7 +41,7 @@ def test_clients_on_many_threads_get_their_own_tokens() -> None:
     found: dict[int, list[Update]] = {}
 
     def client(number: int) -> None:
-        found[number] = list(service.stream([number + 1] * (1 + number % 7), params(1 + number % 11)))
+        found[number] = list(stream(service, [number + 1] * (1 + number % 7), params(1 + number % 11)))
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(40)]
     for thread in threads:
@@ -54,9 +62,9 @@ def test_clients_on_many_threads_get_their_own_tokens() -> None:
 def test_a_closed_stream_frees_its_blocks() -> None:
     engine = Parrot(delay=0.002)
     service = Service(engine).start()
-    stream = service.stream([1, 2, 3], params(900))
-    assert next(stream).token == EXPECTED[0]
-    stream.close()
+    updates = stream(service, [1, 2, 3], params(900))
+    assert next(updates).token == EXPECTED[0]
+    updates.close()
     wait_for(lambda: engine.scheduler.blocks.pool.num_free == 256)
     assert not engine.has_work
     service.close()
@@ -74,7 +82,7 @@ def test_more_requests_than_it_takes_are_refused() -> None:
     wait_for(lambda: any(update.reason == "cancelled" for update in updates))
     service.submit([1], params(2), updates.append)
     service.close(drain=False)
-    assert sum(update.is_last for update in updates) == 3
+    assert sum(update.reason is not None for update in updates) == 3
 
 
 def test_closing_serves_what_is_there_and_takes_no_more() -> None:
@@ -100,10 +108,10 @@ def test_closing_does_not_wait_forever() -> None:
 
 def test_a_failure_is_told_to_everyone() -> None:
     service = Service(Parrot(delay=0.005, fails_at=4)).start()
-    streams = [service.stream([1], params(50)) for _ in range(3)]
-    for stream in streams:
+    streams = [stream(service, [1], params(50)) for _ in range(3)]
+    for updates in streams:
         with pytest.raises(ClosedError, match="RuntimeError: the device is gone"):
-            list(stream)
+            list(updates)
     assert not service.healthy
     with pytest.raises(ClosedError, match="has failed"):
         service.submit([1], params(), print)
@@ -116,7 +124,7 @@ def test_a_listener_that_raises_harms_nobody() -> None:
 
     service = Service(Parrot()).start()
     service.submit([1], params(), broken)
-    assert tokens(list(service.stream([1], params()))) == EXPECTED[:8]
+    assert tokens(list(stream(service, [1], params()))) == EXPECTED[:8]
     service.close()
 
 
@@ -125,14 +133,14 @@ def test_other_ranks_do_the_same() -> None:
 
     def rank(group: ThreadGroup) -> tuple[list[int], int]:
         engine = Parrot()
-        service = Service(engine, announcer=BroadcastCommands(group, torch.device("cpu")))
+        service = Service(engine, announce=partial(broadcast, group, torch.device("cpu")))
         found: list[Update] = []
         if group.rank == 0:
             service.start()
-            cancelled = service.stream([5], params(900))
+            cancelled = stream(service, [5], params(900))
             next(cancelled)
             cancelled.close()
-            found = list(service.stream([1, 2], params(5, temperature=0.5, stop_token_ids=(7,))))
+            found = list(stream(service, [1, 2], params(5, temperature=0.5, stop_token_ids=(7,))))
             service.close()
         else:
             service.follow()

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.inference.serving.clients import Certificate, RateLimit, owner_of, read_keys
-from deepspeed.inference.serving.observing import access_log
+from deepspeed.inference.serving.clients import Certificate, RateLimit, access_log, owner_of, read_keys
 from deepspeed.tools import ds, serve_options
 from tests.inference.standin import Parrot
 

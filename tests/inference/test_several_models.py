@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.inference.cache.division import divide
+from deepspeed.inference.generation.generator import divide
 from deepspeed.inference.serving.service import Service
 from tests.inference.standin import Bytes, Parrot, served
 from tests.inference.test_embedding_routes import Vectors

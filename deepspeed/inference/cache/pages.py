@@ -163,7 +163,3 @@ class SwappedBlocks:
             at = torch.tensor(blocks, dtype=torch.int64, device=to_keys.device)
             to_keys.index_copy_(0, at, keys.to(to_keys.device))
             to_values.index_copy_(0, at, values.to(to_values.device))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.pages.values())

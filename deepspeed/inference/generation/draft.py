@@ -57,6 +57,9 @@ class DraftModel:
         LayoutError: the draft model cannot be run over a paged cache.
     """
 
+    blocks: BlockManager
+    """The blocks of the draft model's cache, after ``start``."""
+
     def __init__(self, module: nn.Module, count: int, *, token_budget: int = 512) -> None:
         if count < 1 or token_budget < 1:
             raise ValueError(f"count={count}, token_budget={token_budget}: expected at least 1")
@@ -65,13 +68,6 @@ class DraftModel:
         self.token_budget = token_budget
         self.forwards = 0
         self._sequences: dict[Request, _DraftSequence] = {}
-        self._blocks: BlockManager | None = None
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The blocks of the draft model's cache."""
-        assert self._blocks is not None, "call start() first"
-        return self._blocks
 
     @property
     def token_bytes(self) -> int:
@@ -89,7 +85,7 @@ class DraftModel:
         blocks, size = -(-tokens // self.runner.block_size), self.runner.block_size
         self.runner.allocate(blocks)
         self._sequences.clear()
-        self._blocks = BlockManager(BlockPool(blocks), size, span=self.runner.rotations.span)
+        self.blocks = BlockManager(BlockPool(blocks), size, span=self.runner.rotations.span)
 
     def forget(self, request: Request) -> None:
         """Release the blocks of ``request``; full ones stay in the prefix cache until reallocated."""

@@ -166,7 +166,10 @@ class FusedGeneration:
         cache: Any = cache_over(rows, 1)
         cache.rows = rows
         acting = object.__new__(self._acting)
-        object.__setattr__(acting, "__dict__", _attributes(module))  # the same module with another forward
+        own = vars(module)
+        if "forward" in own:
+            own = {name: value for name, value in own.items() if name != "forward"}
+        object.__setattr__(acting, "__dict__", own)  # the same module with another forward
         try:
             made = plain(acting, *inputs, past_key_values=cache, **kwargs)
             if getattr(made, "past_key_values", None) is cache:
@@ -191,12 +194,6 @@ class FusedGeneration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedGeneration:
         return FusedGeneration()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the module's attributes, without a replaced forward."""
-    own = vars(module)
-    return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

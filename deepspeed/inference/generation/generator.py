@@ -17,7 +17,7 @@ from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import PagePiece
-from deepspeed.inference.generation.logits import MatcherFactory
+from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.info import DEFAULT_LENGTH
 from deepspeed.inference.model.runner import ModelRunner
@@ -76,7 +76,7 @@ class Generator:
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
-        matcher_of: MatcherFactory | None = None,
+        matcher_of: Grammars | None = None,
     ) -> None:
         self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
         block_size = self.runner.block_size
@@ -148,7 +148,9 @@ class Generator:
     def step(self, unchanged: bool = False) -> list[Request]:
         """Run one forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module has not
         been modified since the last step."""
-        scheduled = self.scheduler.schedule(self._max_with_drafts())
+        # With more tokens than are fused, drafts would run other kernels, with other rounding.
+        most = None if self.scheduler.speculation is None else self.runner.max_fused_tokens
+        scheduled = self.scheduler.schedule(most)
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
         if pooled:
@@ -157,11 +159,6 @@ class Generator:
         for request in self.scheduler.complete(scheduled, chosen):
             self.sampler.forget(request)
         return requests
-
-    def _max_with_drafts(self) -> int | None:
-        """Return the maximum tokens of a forward with drafts: with more, other kernels would run, with other
-        rounding."""
-        return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 
     def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
         """Compute ``chunks``. Returns the requests that got tokens, and the last token of each by request id."""
@@ -278,6 +275,17 @@ class Generator:
 def default_cache_bytes() -> int:
     """Return the default size of a cache in bytes, from the memory that is free now."""
     return int(_PART_OF_MEMORY * get_accelerator().available_memory())
+
+
+def divide(total: int, wanted: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Divide ``total`` bytes of cache among models in proportion to ``shares``, at most ``wanted`` for each; what a
+    model cannot use is divided among the others, again in proportion. Returns bytes by model."""
+    parts, left, shares_left = [0] * len(wanted), total, sum(shares)
+    # Ascending by how much of its share a model can use, so that its unused part is known before the others' turn.
+    for at in sorted(range(len(wanted)), key=lambda at: wanted[at] / shares[at]):
+        parts[at] = min(wanted[at], int(left * shares[at] / shares_left))
+        left, shares_left = left - parts[at], shares_left - shares[at]
+    return parts
 
 
 def longest_request(runner: ModelRunner, max_length: int | None) -> int:

@@ -108,7 +108,7 @@ class GrammarMatcher:
         self._words = torch.zeros((known + 31) // 32, dtype=torch.int32)
 
     def allowed(self) -> Tensor:
-        """Return a mask of the tokens that may follow, bool [vocabulary]."""
+        """Return a mask of the tokens that may follow, bool [vocabulary], True for at least one."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
         bits = self._words[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         found = bits.flatten()[: self._size].bool()

@@ -8,39 +8,15 @@ frequency penalties follow OpenAI's formula; biases come before masks so that no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams
+from deepspeed.inference.generation.grammars import GrammarMatcher, Grammars
+from deepspeed.inference.scheduling.requests import Request, SamplingParams
 
 _LIKELIEST = 256
 """Tokens that usually hold the top-p mass; otherwise the whole vocabulary is sorted."""
-
-
-class Matcher(Protocol):
-    """Progress of one request through its constraint."""
-
-    def allowed(self) -> Tensor:
-        """Return the tokens that may follow: bool [vocabulary], True for at least one."""
-        ...
-
-    def advance(self, token: int) -> None:
-        """Advance by the chosen token."""
-        ...
-
-
-class MatcherFactory(Protocol):
-    """Makes matchers over a vocabulary of ``size`` tokens."""
-
-    def check(self, constraint: Constraint, size: int) -> None:
-        """Raise ValueError if no answer can satisfy ``constraint``."""
-        ...
-
-    def __call__(self, constraint: Constraint, size: int) -> Matcher:
-        """Return a matcher at the start of ``constraint``."""
-        ...
 
 
 class _Progress:
@@ -50,7 +26,7 @@ class _Progress:
     ``named`` bool: `SamplingParams.allowed_token_ids`; None if all tokens are allowed.
     """
 
-    def __init__(self, request: Request, scores: Tensor, matcher: Matcher | None) -> None:
+    def __init__(self, request: Request, scores: Tensor, matcher: GrammarMatcher | None) -> None:
         size, device, ids = scores.shape[-1], scores.device, request.params.allowed_token_ids
         self._request = request
         self._matcher = matcher
@@ -92,7 +68,7 @@ class LogitsProcessor:
         matcher_of: makes the matcher of a constraint; None: requests with constraints are refused when created.
     """
 
-    def __init__(self, matcher_of: MatcherFactory | None = None) -> None:
+    def __init__(self, matcher_of: Grammars | None = None) -> None:
         self._matcher_of = matcher_of
         self._progress: dict[int, _Progress] = {}
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.inference.generation.logits import LogitsProcessor, MatcherFactory, filtered
+from deepspeed.inference.generation.grammars import Grammars
+from deepspeed.inference.generation.logits import LogitsProcessor, filtered
 from deepspeed.inference.scheduling.requests import Request, TokenLogprob
 from deepspeed.ops import gpu
 from deepspeed.ops.host_graph import largest_of
@@ -26,7 +27,7 @@ class Sampler:
         matcher_of: creates the matchers of constrained requests (`logits.py`).
     """
 
-    def __init__(self, seed: int = 0, matcher_of: MatcherFactory | None = None) -> None:
+    def __init__(self, seed: int = 0, matcher_of: Grammars | None = None) -> None:
         self.seed = seed
         self._process = LogitsProcessor(matcher_of)
         self._random: dict[int, torch.Generator] = {}
@@ -120,18 +121,13 @@ class Sampler:
         return random
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Return log-probabilities [.., vocabulary] in fp32."""
-    return logits.float().log_softmax(-1)
-
-
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
     """Return the log-probability of one token per row of ``logits`` [rows, vocabulary], with the ``top`` most probable
     tokens of the row."""
     made: list[TokenLogprob] = []
     for start in range(0, len(tokens), _ROWS):
         rows = slice(start, start + _ROWS)
-        found = log_probabilities(logits[rows])
+        found = logits[rows].float().log_softmax(-1)
         at = torch.tensor(tokens[rows], device=found.device)[:, None]
         values = found.gather(1, at)[:, 0].tolist()
         wanted = [min(each, found.shape[-1]) for each in top[rows]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,50 +41,44 @@ class AttentionTerms:
         }
 
 
-@dataclass(eq=False)
 class PackedBatch:
-    """Pieces of several sequences packed one after another, as the layers of one forward need them."""
+    """Pieces of several sequences packed one after another, as the layers of one forward need them.
 
-    pieces: Sequence[PagePiece]
-    cache: PagedCache
-    device: torch.device
-    tokens: Tensor = field(init=False)  # [1, tokens]
-    positions: Tensor = field(init=False)  # [1, tokens]
-    blocks: Tensor = field(init=False)  # [tokens], destination of each token's key and value
-    offsets: Tensor = field(init=False)  # [tokens]
-    last: Tensor = field(init=False)  # indices of the tokens whose logits are wanted
-    kernel: host.PagedPieces | None = field(init=False)
-    gpu_pieces: Any = field(
-        init=False
-    )  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
-    by_kernel: list[bool] = field(init=False)  # per piece
-    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    Attributes:
+        tokens, positions: [1, tokens].
+        blocks, offsets: [tokens], destination of each token's key and value.
+        last: indices of the tokens whose logits are wanted.
+        kernel: the pieces for the host kernel; None: the cache is not on the host.
+        by_kernel: per piece, whether the host kernel computes it.
+        gpu_pieces: `PagedPieces` of `ops/gpu/paged_attention.py`, which then computes all; None: the cache is not on a
+            GPU.
+    """
 
-    def __post_init__(self) -> None:
-        size = self.cache.block_size
-        tokens = [token for piece in self.pieces for token in piece.tokens]
-        positions = [at for piece in self.pieces for at in range(piece.start, piece.stop)]
-        blocks = [piece.blocks[at // size] for piece in self.pieces for at in range(piece.start, piece.stop)]
+    def __init__(self, pieces: Sequence[PagePiece], cache: PagedCache, device: torch.device) -> None:
+        self.pieces, self.cache, self.device = pieces, cache, device
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        size = cache.block_size
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions = [at for piece in pieces for at in range(piece.start, piece.stop)]
+        blocks = [piece.blocks[at // size] for piece in pieces for at in range(piece.start, piece.stop)]
         wanted, end = [], 0
-        for piece in self.pieces:
+        for piece in pieces:
             end += piece.count
             wanted += range(end - piece.wanted, end)
-        made = torch.tensor([tokens, positions, blocks], dtype=torch.long).to(self.device)
+        made = torch.tensor([tokens, positions, blocks], dtype=torch.long).to(device)
         self.tokens, self.positions, self.blocks = made[0:1], made[1:2], made[2]
         self.offsets = self.positions[0] % size
-        self.last = torch.tensor(wanted, device=self.device)
+        self.last = torch.tensor(wanted, device=device)
 
-        native = self.cache.is_on_host
-        self.by_kernel = [native and piece.count <= _KERNEL_TOKENS for piece in self.pieces]
-        self.kernel = None
-        described = [(piece.blocks, piece.start, piece.count) for piece in self.pieces]
-        if native:
-            self.kernel = host.PagedPieces(described, self.by_kernel)
-        self.gpu_pieces = None
-        if self.cache.is_on_gpu:
+        native = cache.is_on_host
+        self.by_kernel = [native and piece.count <= _KERNEL_TOKENS for piece in pieces]
+        described = [(piece.blocks, piece.start, piece.count) for piece in pieces]
+        self.kernel = host.PagedPieces(described, self.by_kernel) if native else None
+        self.gpu_pieces: Any = None
+        if cache.is_on_gpu:
             from deepspeed.ops.gpu.paged_attention import PagedPieces
 
-            self.gpu_pieces = PagedPieces(described, self.device)
+            self.gpu_pieces = PagedPieces(described, device)
 
     @cached_property
     def tables(self) -> list[Tensor]:

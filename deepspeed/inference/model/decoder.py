@@ -11,7 +11,7 @@ but computes something else gives other logits in the trial (`runner.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,34 +196,24 @@ def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:
     _check(mlp, "mlp")
     if terms.sinks is not None:
         raise LayoutError("its attention has sinks")
-    separate_qkv = hasattr(attention, "q_proj")
     activation = _ACTIVATIONS.get(getattr(attention.config, "hidden_act", None) or "")
     if activation is None:
         raise LayoutError("its activation is unknown")
     made = Layer(
         _norm(layer, "input_layernorm"),
-        tuple(
-            _linear(attention, name)
-            for name in (("q_proj", "k_proj", "v_proj") if separate_qkv else ("qkv_proj",))
-        ),
+        _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
         _norm(attention, "q_norm") if hasattr(attention, "q_norm") else None,
         _norm(attention, "k_norm") if hasattr(attention, "k_norm") else None,
         _linear(attention, "o_proj"),
         _norm(layer, "post_attention_layernorm"),
-        tuple(
-            _linear(mlp, name)
-            for name in (("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",))
-        ),
+        _linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj"),
         activation,
         _linear(mlp, "down_proj"),
         shape,
         terms,
     )
-    if (
-        len({matrix_of(each).kind for each in made.projections})
-        + len({matrix_of(each).kind for each in made.gated})
-        != 2
-    ):
+    kinds = [{matrix_of(each).kind for each in some} for some in (made.projections, made.gated)]
+    if any(len(each) > 1 for each in kinds):
         raise LayoutError("layers with the same input have different kinds of weights")
     return made
 
@@ -251,6 +241,11 @@ def _linear(parent: nn.Module, name: str) -> nn.Module:
     return module
 
 
+def _linears(parent: nn.Module, separate: Sequence[str], fused: str) -> tuple[nn.Module, ...]:
+    """Return the ``separate`` layers, or else the one that computes all of them."""
+    return tuple(_linear(parent, name) for name in (separate if hasattr(parent, separate[0]) else (fused,)))
+
+
 def _child(parent: nn.Module, name: str) -> Any:
     found = parent._modules.get(name)
     if found is None:
@@ -260,14 +255,10 @@ def _child(parent: nn.Module, name: str) -> Any:
 
 def _check(module: nn.Module, role: str) -> None:
     """Check what a module's forward reads. LayoutError: a name that modules of this role do not read."""
-    unknown = sorted(set(_names(module)) - set(_READS[role].split()))
+    reads = inspect.unwrap(type(module).forward).__code__.co_names
+    unknown = sorted(set(reads) - set(_READS[role].split()))
     if unknown:
         raise LayoutError(f"{type(module).__name__} reads {', '.join(unknown)}")
-
-
-def _names(module: nn.Module) -> Iterator[str]:
-    forward = inspect.unwrap(type(module).forward)
-    yield from forward.__code__.co_names
 
 
 # Hooks on modules, and replacements of their forward.

@@ -43,28 +43,14 @@ def quantize_as_configured(
     ValueError: settings are invalid, or fit no layer.
     """
     weight = config.quant.weight
-    if (
-        config.quant.enabled
-        and weight.enabled
-        and (weight.post_init_quant or weight.quantized_initialization)
-    ):
-        line = quantize_layers(
-            module,
-            WeightQuantConfig(
-                post_init_quant=weight.post_init_quant,
-                quantized_initialization=weight.quantized_initialization,
-            ),
-        )
-        if line is not None:
-            yield line
+    post, initial = weight.post_init_quant, weight.quantized_initialization
+    if config.quant.enabled and weight.enabled and (post or initial):
+        yield from _quantize_layers(module, post_init_quant=post, quantized_initialization=initial)
     if config.dtype is not torch.int8:
         return
     if QuantTypeEnum(weight.q_type) is QuantTypeEnum.asym:
-        line = quantize_layers(
-            module, WeightQuantConfig(num_bits=weight.num_bits, q_groups=weight.q_groups, q_type="asymmetric")
-        )
-        if line is not None:
-            yield line
+        bits, groups = weight.num_bits, weight.q_groups
+        yield from _quantize_layers(module, num_bits=bits, q_groups=groups, q_type="asymmetric")
         return
     yield quantize_linears(module, weight.num_bits, weight.q_groups, dtype)
     parts = quantize_parts(module, weight.num_bits, weight.q_groups, dtype)
@@ -81,6 +67,12 @@ def quantize_as_configured(
         for layer in layers:
             layer.rounds_inputs = True
         yield f"{len(layers)} layers quantize their inputs to 8 bits"
+
+
+def _quantize_layers(module: nn.Module, **settings: Any) -> Iterator[str]:
+    line = quantize_layers(module, WeightQuantConfig(**settings))
+    if line is not None:
+        yield line
 
 
 def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> int:

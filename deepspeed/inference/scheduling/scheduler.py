@@ -111,21 +111,13 @@ class Scheduler:
         self.max_length = min(blocks.capacity, max_length or blocks.capacity)
         self.counts = SchedulerCounts()
         self._credit = float(token_budget) if short_share else 0.0  # tokens in the bucket
-        self._running: list[Request] = []  # in scheduling order
-        self._waiting: list[Request] = []  # likewise
+        self.running: list[Request] = []  # in scheduling order
+        self.waiting: list[Request] = []  # likewise
         self._last_id = -1
 
     @property
-    def running(self) -> list[Request]:
-        return list(self._running)
-
-    @property
-    def waiting(self) -> list[Request]:
-        return list(self._waiting)
-
-    @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self.running or self.waiting)
 
     def check(self, request: Request) -> None:
         """Raise ValueError if ``request`` could exceed the longest possible length."""
@@ -141,7 +133,7 @@ class Scheduler:
         if request.id <= self._last_id:
             raise ValueError(f"request {request.id} after request {self._last_id}: ids must ascend")
         self._last_id = request.id
-        insort(self._waiting, request, key=self._sort_key)
+        insort(self.waiting, request, key=self._sort_key)
 
     def cancel(self, request: Request) -> None:
         """Finish ``request`` without further tokens; no-op if it is finished. ValueError: it was never added."""
@@ -157,8 +149,8 @@ class Scheduler:
         budget = self.token_budget - len(chunks)
         self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
         chunks += self._prefill_chunks(budget)
-        while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can make progress
-            self._preempt(self._running[-1])
+        while not chunks and len(self.running) > 1:  # prompts hold all blocks and none can make progress
+            self._preempt(self.running[-1])
             chunks = self._prefill_chunks(budget)
         if self.speculation is not None:
             most = self.token_budget if max_with_drafts is None else min(max_with_drafts, self.token_budget)
@@ -196,13 +188,13 @@ class Scheduler:
 
     def _restart_grown(self) -> None:
         """Restart requests whose RoPE frequencies change at their new length (longrope), to recompute them."""
-        for request in self.running:
+        for request in list(self.running):
             if self.blocks.span(len(request.tokens)) != request.table.span:
                 self._restart(request)
 
     def _decode_chunks(self) -> Iterator[Chunk]:
         """Yield one token per decoding request. Preemption takes later ones, which have not been yielded yet."""
-        for request in self.running:
+        for request in list(self.running):
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
                 yield Chunk(request, request.computed, 1)
 
@@ -241,7 +233,7 @@ class Scheduler:
     def _make_room(self, request: Request) -> bool:
         """Reserve room for one more token, by preemption if needed. Return False if ``request`` was preempted."""
         while not self.blocks.reserve(request.table, request.computed + 1):
-            victim = self._running[-1]
+            victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
@@ -250,9 +242,9 @@ class Scheduler:
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
         """Schedule prompts in order, each after the prompts that overtake it. One chunk per request: when the turn of
         a prompt that overtook comes, a longer chunk replaces its first one."""
-        prompts = [request for request in self._running if request.pending > 1]
-        if len(self._running) < self.max_sequences:  # otherwise no waiting request can be admitted
-            prompts += self._waiting
+        prompts = [request for request in self.running if request.pending > 1]
+        if len(self.running) < self.max_sequences:  # otherwise no waiting request can be admitted
+            prompts += self.waiting
         prompts.sort(key=self._sort_key)
         shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by priority
         for request in sorted(prompts, key=_length):
@@ -316,23 +308,23 @@ class Scheduler:
         more block for each of these: otherwise one would be preempted at once. An overtaking request also leaves room
         for the first waiting one. Return whether it was admitted."""
         coming = [request]
-        if self._waiting[0] is not request:
-            coming.append(self._waiting[0])
-        running = len(self._running) + len(coming) - 1
+        if self.waiting[0] is not request:
+            coming.append(self.waiting[0])
+        running = len(self.running) + len(coming) - 1
         if running >= self.max_sequences:
             return False
         needed = sum(self._needed(each) for each in coming)
-        promised = sum(self.blocks.missing(each.table, len(each.tokens)) for each in self._running)
+        promised = sum(self.blocks.missing(each.table, len(each.tokens)) for each in self.running)
         if needed + promised + running > self.blocks.pool.num_free:
             return False
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         request.shared = request.computed = self.blocks.match_prefix(
             request.table, request.tokens, share=not request.computes_prompt
         )
         self.counts.looked_up_tokens += len(request.tokens)
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
-        insort(self._running, request, key=self._sort_key)
+        insort(self.running, request, key=self._sort_key)
         return True
 
     def _needed(self, request: Request) -> int:
@@ -351,17 +343,17 @@ class Scheduler:
         self._leave(request)
         request.computed = 0
         request.state = State.WAITING
-        insort(self._waiting, request, key=self._sort_key)
+        insort(self.waiting, request, key=self._sort_key)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.state is State.RUNNING:
             self._leave(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
         request.state, request.reason = State.FINISHED, reason
 
     def _leave(self, request: Request) -> None:
-        self._running.remove(request)
+        self.running.remove(request)
         self.blocks.release(request.table)
         if self.speculation is not None:
             self.speculation.forget(request)
@@ -381,7 +373,7 @@ class Scheduler:
         counts.tokens += used
         if used == self.token_budget:
             counts.full += 1
-        elif self._waiting:
+        elif self.waiting:
             counts.short += 1
 
 

@@ -21,10 +21,10 @@ from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.clients import REQUEST_ID
 from deepspeed.inference.serving.handling import (
     Intake,
+    Refused,
     ServerSettings,
     refusal,
     refusal_of,
-    unauthorized,
     unless_disconnected,
 )
 from deepspeed.inference.serving.models import ModelError, Models, ServedModel
@@ -69,14 +69,12 @@ def make_app(models: Models, settings: ServerSettings) -> FastAPI:
     @app.get("/v1/models")
     @app.get("/v1/models/")  # not a model without a name
     async def listed(request: Request) -> Response:
-        if not intake.authorize(request):
-            return unauthorized()
+        intake.authorize(request)
         return JSONResponse({"object": "list", "data": models.described()})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if not intake.authorize(request):
-            return unauthorized()
+        intake.authorize(request)
         return JSONResponse(models.one(name))
 
     @app.post("/v1/completions")
@@ -94,6 +92,10 @@ def make_app(models: Models, settings: ServerSettings) -> FastAPI:
     add_text_routes(app, intake, models)
     if any(each["type"] in ("chat", "language") for each in models.described()):
         _add_page(app)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, problem: Refused) -> Response:
+        return problem.response
 
     @app.exception_handler(ModelError)
     async def no_model(_: Request, problem: ModelError) -> Response:
@@ -165,15 +167,13 @@ def _add_response_routes(app: FastAPI, intake: Intake, server: _Server) -> None:
 
     @app.get("/v1/responses/{id}")
     async def response(request: Request, id: str) -> Response:
-        if not intake.authorize(request):
-            return unauthorized()
+        intake.authorize(request)
         found = server.store.get(id)
         return _no_response(id) if found is None else Response(found.response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def forget(request: Request, id: str) -> Response:
-        if not intake.authorize(request):
-            return unauthorized()
+        intake.authorize(request)
         if not server.store.delete(id):
             return _no_response(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
@@ -207,17 +207,18 @@ class _Server:
 
     async def answer(self, request: Request, kind: Any) -> Response:
         begun = await self.intake.take(request, partial(self._begin, kind))
-        if isinstance(begun, Response):
-            return begun
-        if begun.response is not None:
-            return await self._respond(request, begun.response, begun.sequences, begun.stream)
-        answer = Answer(kind is ChatRequest, begun.model)
-        if begun.stream:
-            events = self._events(answer, begun.sequences, begun.logprobs, begun.counts)
-            return _EventStream(events, begun.sequences)
-        return await self._whole(request, answer, begun.sequences, begun.logprobs)
+        if begun.streams:
+            return _EventStream(begun.events(), begun.sequences)
+        try:
+            answers = await unless_disconnected(request, read_all(begun.sequences))
+        except ClosedError as problem:
+            return refusal_of(problem)
+        finally:
+            for each in begun.sequences:
+                each.cancel()
+        return JSONResponse(await begun.whole(answers))
 
-    def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> SubmittedRequest:
+    def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> _Completion | _Response:
         """Parse, tokenize and submit, on a worker thread; updates arrive on ``loop``."""
         request = protocol.parse(kind, body)
         model, adapter = self.models.find(request.model)
@@ -230,82 +231,38 @@ class _Server:
             response = ResponseAnswer(given, name, messages)
         choices, form = _choices(model, request, adapter)
         sequences = _submit(model, choices, request, loop, form)
-        counts, logprobs = request.stream_options or {}, protocol.wants_logprobs(request)
-        return SubmittedRequest(sequences, request.stream, counts, logprobs, name, response)
+        if response is not None:
+            return _Response(sequences, request.stream, response, self.store)
+        answer, counts = Answer(kind is ChatRequest, name), request.stream_options or {}
+        return _Completion(sequences, request.stream, answer, protocol.wants_logprobs(request), counts)
 
-    async def _respond(
-        self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
-    ) -> Response:
-        if stream:
-            return _EventStream(self._response_events(response, sequences), sequences)
-        answers = await self._finished(request, sequences)
-        if isinstance(answers, Response):
-            return answers
-        response.add(answers[0])
-        await self._end(response, sequences)
-        return JSONResponse(response.response)
 
-    async def _response_events(
-        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
-    ) -> AsyncIterator[str]:
-        try:
-            for event in response.begin():
-                yield _event(event, event["type"])
-            async for pieces, _ in sequences[0].read():
-                for event in response.add(pieces):
-                    yield _event(event, event["type"])
-            for event in await self._end(response, sequences):
-                yield _event(event, event["type"])
-        except ClosedError as problem:
-            yield _event(response.fail(str(problem)), "response.failed")
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """A submitted completion or chat. ``counts``: the options of usage in a stream."""
 
-    async def _end(
-        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
-    ) -> list[dict[str, Any]]:
-        """Store a response before its client learns of its end. Returns the last events."""
-        usage = usage_of_response(usage_of(sequences), sequences[0].reasoning_tokens)
-        events = response.end(sequences[0].finish_reason, usage)
-        if response.is_kept:
-            await asyncio.to_thread(self.store.put, response.response, response.messages)
-        return events
+    sequences: list[RunningAnswer]
+    streams: bool
+    answer: Answer
+    logprobs: bool
+    counts: Mapping[str, Any]
 
-    async def _finished(
-        self, request: Request, sequences: Sequence[RunningAnswer]
-    ) -> list[list[Piece]] | Response:
-        """Return whole answers, or an error response if the client disconnects or the service ends."""
-        try:
-            return await unless_disconnected(request, read_all(sequences))
-        except ClosedError as problem:
-            return refusal_of(problem)
-        finally:
-            for each in sequences:
-                each.cancel()
-
-    async def _whole(
-        self, request: Request, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool
-    ) -> Response:
-        answers = await self._finished(request, sequences)
-        if isinstance(answers, Response):
-            return answers
+    async def whole(self, answers: Sequence[list[Piece]]) -> dict[str, Any]:
+        """Return the content of the response, given the whole answers."""
         choices = [
-            answer.choice(
+            self.answer.choice(
                 each.choice.index,
                 _with_prefix(each, pieces),
                 each.finish_reason,
-                each.logprobs if logprobs else None,
+                each.logprobs if self.logprobs else None,
             )
-            for each, pieces in zip(sequences, answers, strict=True)
+            for each, pieces in zip(self.sequences, answers, strict=True)
         ]
-        return JSONResponse(answer.whole(choices, usage_of(sequences)))
+        return self.answer.content(choices, usage=usage_of(self.sequences))
 
-    async def _events(
-        self,
-        answer: Answer,
-        sequences: Sequence[RunningAnswer],
-        logprobs: bool,
-        counts: Mapping[str, Any],
-    ) -> AsyncIterator[str]:
-        """``counts``: a stream's options of usage. A client that leaves closes this iterator."""
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the events of a stream. A client that leaves closes this iterator."""
+        sequences, answer, counts = self.sequences, self.answer, self.counts
         news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
         readers = [asyncio.ensure_future(read_into(news, each)) for each in sequences]
         open_ones, begun = len(sequences), set[int]()
@@ -321,18 +278,58 @@ class _Server:
                 if first:
                     begun.add(index)
                     pieces = _with_prefix(sequence, pieces)
-                entries = sequence.take_logprobs() if logprobs else None
+                entries = sequence.take_logprobs() if self.logprobs else None
                 reason = sequence.finish_reason if last else None
                 usage = usage_of(sequences) if counts.get("continuous_usage_stats") else None
                 more = {"usage": usage} if counts.get("include_usage") else {}
-                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **more))
+                delta = answer.delta(index, pieces, reason, entries, first)
+                yield _event(answer.content([delta], is_event=True, **more))
                 open_ones -= last
             if counts.get("include_usage"):
-                yield _event(answer.part([], usage=usage_of(sequences)))
+                yield _event(answer.content([], is_event=True, usage=usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
                 reader.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """A submitted request for a response, which has one answer."""
+
+    sequences: list[RunningAnswer]
+    streams: bool
+    response: ResponseAnswer
+    store: ResponseStore
+
+    async def whole(self, answers: Sequence[list[Piece]]) -> dict[str, Any]:
+        """Return the content of the response, given its whole answer."""
+        self.response.add(answers[0])
+        await self._end()
+        return self.response.response
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the events of a stream."""
+        response = self.response
+        try:
+            for event in response.begin():
+                yield _event(event, event["type"])
+            async for pieces, _ in self.sequences[0].read():
+                for event in response.add(pieces):
+                    yield _event(event, event["type"])
+            for event in await self._end():
+                yield _event(event, event["type"])
+        except ClosedError as problem:
+            yield _event(response.fail(str(problem)), "response.failed")
+
+    async def _end(self) -> list[dict[str, Any]]:
+        """Store a response before its client learns of its end. Returns the last events."""
+        response, (sequence,) = self.response, self.sequences
+        usage = usage_of_response(usage_of(self.sequences), sequence.reasoning_tokens)
+        events = response.end(sequence.finish_reason, usage)
+        if response.is_kept:
+            await asyncio.to_thread(self.store.put, response.response, response.messages)
+        return events
 
 
 def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
@@ -342,7 +339,7 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
         tokens, form = _chat(model, request)
         prompts = iter([("", _cut(tokens, request, model))])
     else:
-        given = protocol.prompts_of(request)
+        given = protocol.texts_of(request.prompt, "prompt")
         _check_count(model.service, len(given), request.n)
         # One by one: those after the first that does not fit are not tokenized.
         prompts = (_tokens(model, each, request) for each in given)
@@ -443,18 +440,6 @@ class _EventStream(StreamingResponse):
         finally:
             for each in self._sequences:
                 each.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedRequest:
-    """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``_Server._events``."""
-
-    sequences: list[RunningAnswer]
-    stream: bool
-    counts: Mapping[str, Any]
-    logprobs: bool
-    model: str
-    response: ResponseAnswer | None = None
 
 
 def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -72,21 +73,15 @@ def fields_of(body: bytes) -> dict[str, Any]:
 def parsed(text: bytes, budget: JsonBudget, where: str | None = None) -> Any:
     """Parse JSON, and subtract its parts and values from ``budget``. ``where``: the field that contains it; None: it is
     the body. RequestError: the budget is exceeded. ValueError: it is not JSON in UTF-8."""
-    if len(text) <= LONG:
-        return _parsed(text, budget, where)
-    with _parsing:
-        return _parsed(text, budget, where)
-
-
-def _parsed(text: bytes, budget: JsonBudget, where: str | None) -> Any:
-    _check(text, budget, where)
-    try:
-        # Callbacks in Python let other threads run.
-        return json.loads(text.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("lists or objects are nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    with _parsing if len(text) > LONG else contextlib.nullcontext():
+        _check(text, budget, where)
+        try:
+            # Callbacks in Python let other threads run.
+            return json.loads(text.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
+        except RecursionError:
+            raise ValueError("lists or objects are nested too deeply") from None
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
 
 
 def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:

@@ -1,17 +1,21 @@
-"""Clients of a server: API keys, rate limits, TLS certificate, request ids and the request log."""
+"""Clients of a server: API keys, rate limits, TLS certificate, request ids, access log and traces."""
 
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import ssl
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed.base.extras import install_hint
 from deepspeed.observe.live.access import check_token
 
 REQUEST_ID = "x-request-id"
@@ -21,6 +25,8 @@ OPERATOR = "token"
 """Name of the server's own key, which has more rights than those of clients."""
 _ID = re.compile(rb"[!-~]{1,128}")
 _SWEEP = 4096
+_QUIET = "health,ready,metrics"
+"""Paths that probes poll."""
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
@@ -124,3 +130,34 @@ def _line(scope: Any, status: int, seconds: float, id: str) -> str:
     host = (scope.get("client") or ("-",))[0]
     path = scope.get("raw_path", b"").decode("latin-1").replace('"', "%22")
     return f'{at} {host} {scope.get(CALLER) or "-"} "{scope["method"]} {path}" {status} {seconds:.3f} {id}'
+
+
+def access_log(target: str) -> Callable[[str], object]:
+    """Return a function that writes lines to the file ``target`` (reopened after log rotation), or, for ``-``, to
+    standard error. OSError: it cannot be written."""
+    handler = logging.StreamHandler(sys.stderr) if target == "-" else WatchedFileHandler(target)
+    log = logging.Logger("deepspeed.access", logging.INFO)
+    log.addHandler(handler)
+    return log.info
+
+
+def trace(app: Any, endpoint: str, model: str) -> None:
+    """Send an OpenTelemetry span per request to ``endpoint`` (OTLP over HTTP), within the client's trace if it sends
+    one. ValueError: a package is missing."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        packages = ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-instrumentation-fastapi")
+        hints = " and ".join(install_hint(package, extra="otel") for package in packages)
+        raise ValueError(f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {hints}") from error
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "deepspeed", "deepspeed.model": model})
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    FastAPIInstrumentor.instrument_app(
+        app, tracer_provider=provider, excluded_urls=_QUIET, exclude_spans=["receive", "send"]
+    )

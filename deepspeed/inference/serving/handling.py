@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
 from deepspeed.inference.serving.clients import CALLER, OPERATOR, RateLimit, owner_of
 from deepspeed.inference.serving.models import ModelError
+from deepspeed.inference.serving.pooling import NotFiniteError
 from deepspeed.inference.serving.protocol import RequestError
 from deepspeed.inference.serving.service import BusyError, ClosedError, OverdueError, Services
 from deepspeed.observe.live.access import check_token
@@ -55,6 +57,14 @@ class _TooLargeError(ValueError):
     pass
 
 
+class Refused(HTTPException):
+    """A request gets ``response``, an error, instead of what it asks for. The application sends it."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status_code)
+        self.response = response
+
+
 class Intake:
     """Accepts requests while any of ``services`` is open."""
 
@@ -71,49 +81,49 @@ class Intake:
         self.loads = ThreadPoolExecutor(1, "adapter-loads")
         """Loads adapters one at a time: reading files may take minutes."""
 
-    def authorize(self, request: Request) -> bool:
-        if not self._keys:
-            return True
-        owner = owner_of(request.headers.get("authorization", ""), self._keys)
-        request.scope[CALLER] = owner
-        return owner is not None
+    def authorize(self, request: Request) -> None:
+        """Refused: a key is required, and the request has none of them."""
+        if self._keys:
+            owner = owner_of(request.headers.get("authorization", ""), self._keys)
+            request.scope[CALLER] = owner
+            if owner is None:
+                message = "the token in the Authorization header is missing or wrong"
+                raise Refused(refusal(401, message, "authentication_error"))
 
-    def _too_fast(self, request: Request) -> Response | None:
-        """Count the request. Returns a 429 response if it exceeds its client's rate, else None."""
+    def _count(self, request: Request) -> None:
+        """Count the request. Refused: it exceeds its client's rate."""
         client = request.scope.get(CALLER) or (request.client.host if request.client else "")
         wait = self._rate.take(client, time.monotonic()) if self._rate is not None else 0.0
-        if not wait:
-            return None
-        message = (
-            f"more than {self.settings.requests_per_minute:g} requests per minute: try again in {wait:.0f} s"
-        )
-        return refusal(429, message, "rate_limit_error", headers={"Retry-After": str(math.ceil(wait))})
+        if wait:
+            rate = f"more than {self.settings.requests_per_minute:g} requests per minute"
+            headers = {"Retry-After": str(math.ceil(wait))}
+            message = f"{rate}: try again in {wait:.0f} s"
+            raise Refused(refusal(429, message, "rate_limit_error", headers=headers))
 
     async def take(
         self,
         request: Request,
         work: Callable[[bytes, asyncio.AbstractEventLoop], _Made],
         threads: ThreadPoolExecutor | None = None,
-    ) -> _Made | Response:
-        """Return the result of ``work``, called with the body and the event loop on another thread; or an error
-        response, if the request is unauthorized, or its body or ``work`` raises an error of the client or the service.
-        ``threads``: instead of the default ones."""
-        if not self.authorize(request):
-            return unauthorized()
-        if (refused := self._too_fast(request)) is not None:
-            return refused
+    ) -> _Made:
+        """Return the result of ``work``, called with the body and the event loop on another thread. ``threads``:
+        instead of the default ones. Refused: the request is unauthorized, or its body or ``work`` raises an error of
+        the client or the service."""
+        self.authorize(request)
+        self._count(request)
         try:
             self._services.check_open()
             body, loop = await self._body(request), asyncio.get_running_loop()
             usual = self._long if sum(map(len, body)) > LONG else self._short
             return await loop.run_in_executor(threads or usual, _worked, work, body, loop)
         except ClientDisconnect:
-            return Response(status_code=499)  # client gone
+            refused = _client_gone()
         except asyncio.TimeoutError:
-            seconds = self.settings.body_seconds
-            return refusal(408, f"the request did not arrive within {seconds:g} s", "invalid_request_error")
+            message = f"the request did not arrive within {self.settings.body_seconds:g} s"
+            refused = refusal(408, message, "invalid_request_error")
         except (ValueError, BusyError, ClosedError) as problem:
-            return refusal_of(problem)
+            refused = refusal_of(problem)
+        raise Refused(refused)
 
     async def _body(self, request: Request) -> list[bytes]:
         """Read the chunks of a body. TimeoutError: they arrive too slowly. _TooLargeError: the body is too large."""
@@ -145,13 +155,15 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
         raise problem.with_traceback(None) from None
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made:
     """Return the result of ``work``, or raise its exception. ``work`` is cancelled if the client, whose body has been
-    read, disconnects."""
+    read, disconnects (Refused)."""
     running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else Response(status_code=499)  # client gone
+        if not running.done():
+            raise Refused(_client_gone())
+        return running.result()
     finally:
         gone.cancel()
         running.cancel()
@@ -163,26 +175,29 @@ async def _until_gone(request: Request) -> None:
             pass
 
 
+def _client_gone() -> Response:
+    return Response(status_code=499)
+
+
+_REFUSALS: tuple[tuple[type[Exception], int, str, dict[str, str]], ...] = (
+    (_TooLargeError, 413, "invalid_request_error", {}),
+    (ModelError, 404, "invalid_request_error", {}),
+    (BusyError, 429, "rate_limit_error", {"Retry-After": "1"}),
+    (OverdueError, 504, "server_error", {"X-Should-Retry": "false"}),  # OpenAI's clients would retry it
+    (ClosedError, 503, "server_error", {}),
+    (NotFiniteError, 500, "server_error", {}),
+    (Exception, 400, "invalid_request_error", {}),
+)
+"""Error of the client or the service -> status, type and headers of the response; the first that fits."""
+
+
 def refusal_of(problem: Exception) -> Response:
     """Return the error response for an exception of the client or the service."""
-    if isinstance(problem, _TooLargeError):
-        return refusal(413, str(problem), "invalid_request_error")
-    if isinstance(problem, ModelError):
-        return refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
-    if isinstance(problem, BusyError):
-        return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
-    if isinstance(problem, OverdueError):  # OpenAI's clients would retry it
-        return refusal(504, str(problem), "server_error", headers={"X-Should-Retry": "false"})
-    if isinstance(problem, ClosedError):
-        after = problem.retry_after
-        headers = None if after is None else {"Retry-After": str(after)}
-        return refusal(503, str(problem), "server_error", headers=headers)
+    status, kind, headers = next(row[1:] for row in _REFUSALS if isinstance(problem, row[0]))
+    if isinstance(problem, ClosedError) and problem.retry_after is not None:
+        headers = {"Retry-After": str(problem.retry_after)}
     field, code = (problem.field, problem.code) if isinstance(problem, RequestError) else (None, None)
-    return refusal(400, str(problem), "invalid_request_error", field, code=code)
-
-
-def unauthorized() -> Response:
-    return refusal(401, "the token in the Authorization header is missing or wrong", "authentication_error")
+    return refusal(status, str(problem), kind, field, code=code, headers=headers)
 
 
 def refusal(

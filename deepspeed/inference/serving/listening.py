@@ -46,20 +46,15 @@ def make_listener(
     port: int,
     drain_seconds: float,
     ready: Callable[[str], None],
-    headers_seconds: float = HEADERS_S,
     certificate: Certificate | None = None,
 ) -> Listener:
     """Create a server of ``app``, not started; see ``Listener``. ``certificate``: use TLS."""
-
-    class Connection(_Connection):
-        seconds = headers_seconds
-
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         log_level="warning",
-        http=Connection,
+        http=_Connection,
         ssl_certfile=certificate and certificate.file,
         ssl_keyfile=certificate and certificate.key_file,
         ws="none",
@@ -197,10 +192,9 @@ async def _until_end(reader: asyncio.StreamReader) -> None:
 
 
 class _Connection(H11Protocol):
-    """Closed if the headers of a request take longer than ``seconds``. h11 itself bounds their length, which another
+    """Closed if the headers of a request take longer than ``HEADERS_S``. h11 itself bounds their length, which another
     installed protocol may not do."""
 
-    seconds = HEADERS_S
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -221,7 +215,7 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._rest()  # a request has arrived
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.seconds, self._cut_off)
+            self._deadline = self.loop.call_later(HEADERS_S, self._cut_off)
 
     def _rest(self) -> None:
         if self._deadline is not None:
@@ -230,7 +224,7 @@ class _Connection(H11Protocol):
 
     def _cut_off(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            message = f"the headers did not arrive within {self.seconds:g} s"
+            message = f"the headers did not arrive within {HEADERS_S:g} s"
             answer = _last_answer("408 Request Timeout", protocol.error(message, "invalid_request_error"))
             self.transport.write(answer)
         self.transport.close()

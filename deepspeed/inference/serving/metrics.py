@@ -89,7 +89,13 @@ class Metrics:
 
     def _as_vllm(self, now: Mapping[str, float], labels: str) -> Iterator[str]:
         """Yield the metrics that dashboards for vLLM query."""
-        for name, value in _gauges(now).items():
+        used = 1 - now.get("free_blocks", 1) / max(1, now.get("blocks", 1))
+        for name, value in (
+            ("num_requests_running", now.get("running", 0)),
+            ("num_requests_waiting", now.get("waiting", 0)),
+            ("kv_cache_usage_perc", used),
+            ("gpu_cache_usage_perc", used),  # its former name
+        ):
             yield from _value(f"vllm:{name}", "gauge", labels, value)
         for name, key in (("prompt_tokens", "prompt"), ("generation_tokens", "generated")):
             yield from _value(f"vllm:{name}_total", "counter", labels, self._tokens[key])
@@ -133,16 +139,6 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens_total": "proposed_tokens",
     "spec_decode_num_accepted_tokens_total": "accepted_tokens",
 }
-
-
-def _gauges(now: Mapping[str, float]) -> dict[str, float]:
-    used = 1 - now.get("free_blocks", 1) / max(1, now.get("blocks", 1))
-    return {
-        "num_requests_running": now.get("running", 0),
-        "num_requests_waiting": now.get("waiting", 0),
-        "kv_cache_usage_perc": used,
-        "gpu_cache_usage_perc": used,  # its former name
-    }
 
 
 def _value(name: str, kind: str, labels: str, value: float) -> Iterator[str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from deepspeed.base.exceptions import ExplainedError
+from deepspeed.inference.serving.bodies import RequestError
 from deepspeed.inference.serving.service import Service, Services
-from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
 
 _MAX_TOLD = 8
@@ -22,8 +22,11 @@ _MAX_ADAPTERS = 64
 """Maximum number of adapters: each keeps memory until it is removed."""
 
 
-class ModelError(ExplainedError, ValueError):
+class ModelError(RequestError):
     """A request names an unknown model."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model", "model_not_found")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,7 +40,7 @@ class ServedModel:
 
     name: str
     service: Service
-    tokenizer: Tokenizer
+    tokenizer: HuggingFaceTokenizer
     max_length: int
     stop_token_ids: tuple[int, ...] = ()
     default_tokens: int = 1024

@@ -24,7 +24,7 @@ from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.bodies import JsonBudget, RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
 from deepspeed.inference.serving.pieces import Piece
-from deepspeed.inference.serving.sampling_fields import stop_tokens_of
+from deepspeed.inference.serving.sampling_fields import tokens_of
 from deepspeed.inference.serving.tool_requests import with_calls
 
 _MAX_TOKENS = 2**31
@@ -58,6 +58,9 @@ def _not_zero(value: int | None) -> int | None:
 
 Truncation = Annotated[int | None, Field(ge=-1), AfterValidator(_not_zero)]
 """Of a prompt, to its last tokens."""
+
+_SAME_NAMES = ("top_k", "top_p", "min_p", "repetition_penalty", "priority")
+"""Fields of a request that are parameters of its sequences."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -188,11 +191,6 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
         raise RequestError("best_of is not supported, other than n", "best_of")
     stops_of(request)
     return request
-
-
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts, as texts or tokens. RequestError: there is none, or it has another type."""
-    return texts_of(request.prompt, "prompt")
 
 
 def texts_of(given: Any, name: str) -> list[str | list[int]]:
@@ -354,20 +352,17 @@ def params_of(
         raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
     new = min(model.default_tokens, room) if asked is None else asked
     logprobs = wants_logprobs(request)
+    stops = tokens_of(request.stop_token_ids, "stop_token_ids")
     return SamplingParams(
         max_new_tokens=new,
         min_new_tokens=min(request.min_tokens, new),
         temperature=0.0 if request.temperature < _COLDEST else request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stop_tokens_of(request),
+        **{name: getattr(request, name) for name in _SAME_NAMES},
+        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stops,
         seed=None if request.seed is None else request.seed + index,
         logprobs=logprobs,
         top_logprobs=top_logprobs_of(request),
         prompt_logprobs=logprobs and getattr(request, "echo", False),
-        priority=request.priority,
         **shared,
     )
 
@@ -392,14 +387,14 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int]) -> dict[str, Any]:
-        name = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(name), "choices": list(choices), "usage": dict(usage)}
-
-    def part(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """One event of a stream, with the fields ``more``."""
-        name = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(name), "choices": list(choices), **more}
+    def content(
+        self, choices: Sequence[Mapping[str, Any]], *, is_event: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """Return a whole answer, or one event of a stream, with the fields ``more``."""
+        prefix, name = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
+        name += ".chunk" if self.chat and is_event else ""
+        head = {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": list(choices), **more}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None
@@ -428,10 +423,6 @@ class Answer:
             role = {"role": "assistant", "content": ""} if first else {}
             content = {"delta": {**role, **_message_fields(pieces)}}
         return {"index": index, **content, **self._end(reason, logprobs)}
-
-    def _head(self, name: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.chat else "cmpl"
-        return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
 
     def _end(self, reason: str | None, logprobs: Sequence[TextLogprob] | None) -> dict[str, Any]:
         formatted: Any = None

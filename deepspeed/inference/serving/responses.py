@@ -43,19 +43,17 @@ class Stored:
         return len(self.response) + len(self.messages)
 
 
+@dataclass(kw_only=True)
 class ResponseStore:
     """Keeps the most recent responses: at most ``count``, for ``seconds``, and with at most ``size`` characters in
     total. Thread-safe."""
 
-    def __init__(
-        self,
-        *,
-        count: int = 1000,
-        seconds: float = 3600.0,
-        size: int = 64 * 2**20,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._count, self._seconds, self._most, self._clock = count, seconds, size, clock
+    count: int = 1000
+    seconds: float = 3600.0
+    size: int = 64 * 2**20
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._kept: dict[str, Stored] = {}  # oldest first
         self._size = 0
         self._lock = threading.Lock()
@@ -63,18 +61,18 @@ class ResponseStore:
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Store a response, unless it alone exceeds ``size``; evict the oldest as needed."""
         texts = json.dumps(response, ensure_ascii=False), json.dumps(messages, ensure_ascii=False)
-        made = Stored(*texts, self._clock() + self._seconds)
+        made = Stored(*texts, self.clock() + self.seconds)
         with self._lock:
-            if made.size <= self._most:
+            if made.size <= self.size:
                 self._kept[response["id"]] = made
                 self._size += made.size
-            while len(self._kept) > self._count or self._size > self._most:
+            while len(self._kept) > self.count or self._size > self.size:
                 self._drop(next(iter(self._kept)))
 
     def get(self, id: str) -> Stored | None:
         """Return the stored response ``id``, None if unknown or expired."""
         with self._lock:
-            while self._kept and next(iter(self._kept.values())).until <= self._clock():
+            while self._kept and next(iter(self._kept.values())).until <= self.clock():
                 self._drop(next(iter(self._kept)))
             return self._kept.get(id)
 

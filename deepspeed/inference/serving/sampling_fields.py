@@ -14,25 +14,14 @@ _MAX_TOKENS = 1024
 """Most tokens in a list, or biases; OpenAI's limit for biases."""
 
 _MAX_WORDS, _WORD_LENGTH, _MAX_CHOICES = 64, 200, 256
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-_KINDS = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
 def sampling_of(request: Any, encode: Callable[[str], list[int]]) -> dict[str, Any]:
     """Return the arguments of `SamplingParams` that all sequences of a request share. ``encode``: text to tokens,
     without special tokens. RequestError: a field is malformed."""
-    allowed = _tokens(request.allowed_token_ids, "allowed_token_ids")
+    allowed = tokens_of(request.allowed_token_ids, "allowed_token_ids")
     return {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -43,17 +32,12 @@ def sampling_of(request: Any, encode: Callable[[str], list[int]]) -> dict[str, A
     }
 
 
-def stop_tokens_of(request: Any) -> tuple[int, ...]:
-    """Return additional stop tokens. RequestError: malformed."""
-    return _tokens(request.stop_token_ids, "stop_token_ids")
-
-
 def constraint_of(request: Any) -> Constraint | None:
     """Return the grammar requested in OpenAI's form (``response_format``) or in vLLM's (``structured_outputs``,
     ``guided_json`` and the like). RequestError: malformed, or more than one."""
     found = [
         *_of_format(request.response_format),
-        *_of_structure(request.structured_outputs, "structured_outputs"),
+        *_of_structure(request.structured_outputs),
         *(
             _constraint(kind, getattr(request, name), name)
             for name, kind in _GUIDED.items()
@@ -82,8 +66,8 @@ def _of_format(given: Any) -> list[Constraint]:
     return [_constraint("json", schema, where)]
 
 
-def _of_structure(given: Any, name: str) -> list[Constraint]:
-    made = []
+def _of_structure(given: Any) -> list[Constraint]:
+    made, name = [], "structured_outputs"
     for key, value in (given or {}).items():
         if value is None or value is False:
             continue
@@ -106,7 +90,7 @@ def _constraint(kind: str, value: Any, where: str) -> Constraint:
         value = ""
     if not isinstance(value, str):
         raise RequestError(f"{where}: expected a string, not {kind_of(value)}", where)
-    return Constraint(_KINDS[kind], value)
+    return Constraint("json_schema" if kind == "json" else kind, value)
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
@@ -126,7 +110,8 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(made)
 
 
-def _tokens(given: Any, name: str) -> tuple[int, ...]:
+def tokens_of(given: Any, name: str) -> tuple[int, ...]:
+    """Return the field ``name`` as a tuple of tokens. RequestError: malformed."""
     if given is None:
         return ()
     right = isinstance(given, list) and len(given) <= _MAX_TOKENS

@@ -2,22 +2,89 @@
 
 from __future__ import annotations
 
-import queue
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
+
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
-from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
-from deepspeed.inference.serving.commands import Announcer, Commands, SingleRankCommands
+from deepspeed.comm.collectives import Communicator
+from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams, State, TokenLogprob
 from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
 """Interval at which other ranks hear from an idle server, far below the timeout of a collective."""
+
+
+# Commands of rank 0.
+#
+# Tensor-parallel ranks run identical schedulers, so they must see the same requests at the same time. Rank 0 serves the
+# clients, and broadcasts their commands before each forward.
+
+
+@dataclass(slots=True)
+class Commands:
+    """``submitted``: (number, prompt, params) of new requests; ``cancelled``: numbers; ``ends``: stop after these, with
+    no further forward."""
+
+    submitted: list[tuple[int, Sequence[int], SamplingParams]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    ends: bool = False
+
+    def to_bytes(self) -> bytes:
+        plain = {
+            "submitted": [
+                (number, list(prompt), asdict(params)) for number, prompt, params in self.submitted
+            ],
+            "cancelled": self.cancelled,
+            "ends": self.ends,
+        }
+        return json.dumps(plain).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commands:
+        plain = json.loads(data)
+        submitted = [(number, prompt, _params(params)) for number, prompt, params in plain["submitted"]]
+        return cls(submitted, plain["cancelled"], plain["ends"])
+
+
+def _params(plain: dict[str, Any]) -> SamplingParams:
+    given = {name: _tuples(value) for name, value in plain.items()}
+    if given["constraint"] is not None:
+        constraint = given["constraint"]
+        given["constraint"] = Constraint(**{name: _tuples(value) for name, value in constraint.items()})
+    return SamplingParams(**given)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def broadcast(group: Communicator, device: torch.device, commands: Commands) -> Commands:
+    """Return rank 0's commands on all ranks of ``group``; ranks without clients pass empty ones. Collective: two small
+    broadcasts, the second only if there are commands.
+
+    CommunicationError: a rank does not answer within the group's timeout.
+    """
+    leads = group.rank == 0
+    empty = not (commands.submitted or commands.cancelled or commands.ends)
+    data = commands.to_bytes() if leads and not empty else b""
+    length = torch.tensor([len(data)], device=device)
+    group.broadcast(length, src=0).wait()
+    if not int(length):
+        return Commands()
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if leads:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    content = content.to(device)
+    group.broadcast(content, src=0).wait()
+    return commands if leads else Commands.from_bytes(bytes(content.tolist()))
 
 
 class BusyError(ExplainedError, RuntimeError):
@@ -66,10 +133,6 @@ class Update:
     pooled: Any = None
     error: Exception | None = None
 
-    @property
-    def is_last(self) -> bool:
-        return self.reason is not None or self.error is not None
-
 
 Listener = Callable[[Update], None]
 
@@ -96,7 +159,8 @@ class Service:
         engine: the generator, used only by the service's thread from now on.
         max_requests: maximum number of waiting and running requests.
         request_seconds: time after which an unfinished request is cancelled; None: never.
-        announcer: for several ranks. Ranks other than the first call ``follow`` instead of ``start``.
+        announce: makes rank 0's commands those of all ranks (`broadcast`); None: there is one rank. Ranks other than
+            the first call ``follow`` instead of ``start``.
 
     Methods may be called from any thread.
     """
@@ -107,7 +171,7 @@ class Service:
         *,
         max_requests: int = 256,
         request_seconds: float | None = None,
-        announcer: Announcer | None = None,
+        announce: Callable[[Commands], Commands] | None = None,
     ) -> None:
         self.engine = engine
         self.max_requests = max_requests
@@ -116,7 +180,7 @@ class Service:
         self.failure: BaseException | None = None
         self.draining = False
         """Whether only requests that have already been submitted are served."""
-        self._announcer: Announcer = announcer or SingleRankCommands()
+        self._announce = announce or (lambda commands: commands)
         self._changed = threading.Condition()
         self._new = Commands()
         self._tickets: dict[int, Ticket] = {}  # waiting or running
@@ -167,23 +231,6 @@ class Service:
             ticket.counted = True
         self.metrics.finished(reason, time.monotonic() - ticket.arrived)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
-        """Yield the updates of one request; the last one has a reason. Closing the iterator cancels the request. Errors
-        as in ``submit``; a failure of the service is raised, too."""
-        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        ticket, reason = self.submit(prompt, params, updates.put), "cancelled"
-        try:
-            while True:
-                update = updates.get()
-                reason = update.reason or reason
-                if update.error is not None:
-                    raise update.error
-                yield update
-                if update.is_last:
-                    return
-        finally:
-            self.cancel(ticket, reason)
-
     @property
     def healthy(self) -> bool:
         """Return whether the service accepts requests."""
@@ -224,7 +271,7 @@ class Service:
         """Run the generator on a rank other than the first, until that one ends."""
         requests: dict[int, Request] = {}
         while True:
-            commands = self._announcer.announce(Commands())
+            commands = self._announce(Commands())
             for number, prompt, params in commands.submitted:
                 requests[number] = self.engine.submit(prompt, params)
             for number in commands.cancelled:
@@ -246,7 +293,7 @@ class Service:
 
     def _run_once(self) -> bool:
         """Process new commands, then run a forward if there is work. Returns False once the service has ended."""
-        commands = self._announcer.announce(self._take_new())
+        commands = self._announce(self._take_new())
         for number, prompt, params in commands.submitted:
             self._tickets[number].request = self.engine.submit(prompt, params)
         for number in commands.cancelled:
@@ -261,7 +308,8 @@ class Service:
     def _take_new(self) -> Commands:
         with self._changed:
             if not self.engine.has_work:
-                self._changed.wait_for(self._has_news, timeout=_PULSE_S)
+                new = self._new
+                self._changed.wait_for(lambda: new.submitted or new.cancelled or self._closing, _PULSE_S)
             commands, self._new = self._new, Commands()
             commands.cancelled += self._overdue()
             commands.ends = self._closing and not (
@@ -275,9 +323,6 @@ class Service:
         latest = time.monotonic() - self.request_seconds
         # They are in order of arrival.
         return [t.number for t in takewhile(lambda t: t.arrived < latest, self._tickets.values())]
-
-    def _has_news(self) -> bool:
-        return bool(self._new.submitted or self._new.cancelled or self._closing)
 
     def _notify(self) -> None:
         for ticket in list(self._tickets.values()):

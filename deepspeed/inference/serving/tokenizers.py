@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed.inference.serving.bodies import RequestError
 
 BEGIN = MappingProxyType({"add_generation_prompt": True})
 """Template arguments for a prompt that an answer follows."""
-
-
-class Tokenizer(Protocol):
-    """``specials``: tokens that ``decode`` omits, and their texts. ``template``: chat template; empty: none."""
-
-    @property
-    def specials(self) -> Mapping[int, str]: ...
-    @property
-    def template(self) -> str: ...
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: list[int]) -> str: ...
-    def words(self, text: str) -> list[int]: ...
-    def decode_all(self, tokens: list[int]) -> str: ...
-    def names(self, tokens: list[int]) -> list[str]: ...
-    def info(self) -> dict[str, Any]: ...
-    def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]: ...
 
 
 class HuggingFaceTokenizer:
@@ -37,7 +20,8 @@ class HuggingFaceTokenizer:
         max_tokens: of a prompt. ``encode`` and ``chat`` raise ValueError for a text whose length alone implies more;
             None: never.
 
-    ``chat`` raises ValueError if the tokenizer has no chat template, or the template refuses the messages.
+    ``specials``: tokens that ``decode`` omits, and their texts. ``chat`` raises ValueError if the tokenizer has no chat
+    template, or the template refuses the messages.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
@@ -50,7 +34,7 @@ class HuggingFaceTokenizer:
 
     @property
     def template(self) -> str:
-        """All chat templates, concatenated."""
+        """All chat templates, concatenated; empty: none."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 

@@ -57,7 +57,10 @@ def tools_of(request: Any) -> ToolUse:
             allowed = f"{', '.join(_CHOICES)} or an object with a function"
             raise RequestError(f"tool_choice: expected {allowed}", "tool_choice")
         return ToolUse(tuple(given), known, choice == "required", request.parallel_tool_calls)
-    name = _chosen(choice)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError("tool_choice.function is missing", "tool_choice")
+    name = function.get("name")
     if name not in known:
         raise RequestError("tool_choice is not one of the functions in tools", "tool_choice")
     return ToolUse(tuple(given), {name: known[name]}, is_forced=True, many=False)
@@ -83,13 +86,6 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
         raise RequestError(f"{where}: expected the JSON schema of an object", where)
     check_schema(schema, where)
     return name, schema
-
-
-def _chosen(choice: Any) -> Any:
-    function = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(function, dict):
-        raise RequestError("tool_choice.function is missing", "tool_choice")
-    return function.get("name")
 
 
 def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[str, Any]:

@@ -7,6 +7,7 @@ weight, so the files load at any world size: a weight is assembled from all file
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.placement import Placement, placement_of
+from deepspeed.checkpoint.shards import intersect
 from deepspeed.config.problems import DeepSpeedConfigError
 
 DESCRIPTION = "ds_inference_config.json"
@@ -34,7 +36,8 @@ def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Pat
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     split = {name: param for name, param in module.named_parameters() if placement_of(param).boxes}
-    every = _of_all_ranks({name: _described(placement_of(param)) for name, param in split.items()})
+    places = {name: placement_of(param) for name, param in split.items()}
+    every = _of_all_ranks({name: (place.global_shape, place.boxes) for name, place in places.items()})
     rank = dist.get_rank() if len(every) > 1 else 0
     own = _new_parts(every, rank)
     if own:
@@ -63,7 +66,7 @@ def whole_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
     DeepSpeedConfigError: a file is of another kind, or a piece of a weight is missing.
     """
-    pieces: dict[str, list[tuple[Path, tuple[int, ...], list[Any]]]] = defaultdict(list)
+    pieces: dict[str, list[tuple[Path, Placement]]] = defaultdict(list)
     for file in files:
         described = _metadata(file)
         with safe_open(file, framework="pt") as opened:
@@ -71,7 +74,8 @@ def whole_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
                 if name not in described:
                     yield name, opened.get_tensor(name)
         for name, (shape, boxes) in described.items():
-            pieces[name].append((file, tuple(shape), boxes))
+            of_tuples = tuple(tuple((low, high) for low, high in box) for box in boxes)
+            pieces[name].append((file, Placement(global_shape=tuple(shape), boxes=of_tuples)))
     for name, found in pieces.items():
         yield name, _joined(name, found)
 
@@ -83,10 +87,6 @@ def _file_of(rank: int) -> str:
     return f"tp_{rank:02d}.safetensors"
 
 
-def _described(placement: Placement) -> list[Any]:
-    return [list(placement.global_shape), [[list(side) for side in box] for box in placement.boxes]]
-
-
 def _new_parts(every: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     """Return the parts of ``rank`` that no lower rank has."""
     return {
@@ -96,7 +96,7 @@ def _new_parts(every: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     }
 
 
-def _of_all_ranks(mine: dict[str, list[Any]]) -> list[dict[str, list[Any]]]:
+def _of_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     every: list[Any] = [None] * dist.get_world_size()
@@ -117,7 +117,7 @@ def _unsplit(module: nn.Module, split: Mapping[str, Tensor]) -> dict[str, Tensor
     return whole
 
 
-def _write(file: Path, tensors: Mapping[str, Tensor], described: Mapping[str, list[Any]]) -> None:
+def _write(file: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     shared = len({value.data_ptr() for value in values.values() if value.numel()}) < len(values)
     if shared:  # the format refuses tensors that share memory
@@ -139,31 +139,22 @@ def _metadata(file: Path) -> dict[str, Any]:
     return json.loads(found)
 
 
-def _joined(name: str, found: Sequence[tuple[Path, tuple[int, ...], list[Any]]]) -> Tensor:
-    shape = found[0][1]
-    whole, missing = torch.empty(0), torch.ones(shape, dtype=torch.bool)
-    for file, _, boxes in found:
-        with safe_open(file, framework="pt") as opened:
-            value = opened.get_tensor(name)
-        if whole.shape != shape:
-            whole = value.new_empty(shape)
-        for box, part in zip(boxes, _apart(value, boxes), strict=True):
-            at = tuple(slice(low, high) for low, high in box)
-            whole[at] = part
-            missing[at] = False
-    if missing.any():
-        files = ", ".join(file.name for file, _, _ in found)
+def _joined(name: str, found: Sequence[tuple[Path, Placement]]) -> Tensor:
+    shape = found[0][1].global_shape
+    indices = [place.index(name) for _, place in found]
+    copies, missing = intersect(Placement(global_shape=shape).index(name), indices)
+    if missing:
+        files = ", ".join(file.name for file, _ in found)
         raise DeepSpeedConfigError(
             f"checkpoint: a part of {name} is in none of the files ({files} have some)"
         )
-    return whole
-
-
-def _apart(value: Tensor, boxes: Sequence[Any]) -> list[Tensor]:
-    """Split a part into its boxes' pieces, which are concatenated along the one dim in which the boxes differ."""
-    extents = [tuple(high - low for low, high in box) for box in boxes]
-    if len(boxes) == 1:
-        return [value.reshape(extents[0])]
-    sides_by_dim = enumerate(zip(*boxes, strict=True))
-    dim = next(dim for dim, sides in sides_by_dim if len({tuple(side) for side in sides}) > 1)
-    return list(value.split([extent[dim] for extent in extents], dim))
+    whole = torch.empty(0)
+    for number, (file, _) in enumerate(found):
+        with safe_open(file, framework="pt") as opened:
+            value = opened.get_tensor(name).flatten()
+        whole = value.new_empty(math.prod(shape)) if number == 0 else whole
+        for copy in (each for each in copies if each.source == number):
+            at = value.storage_offset() + copy.source_offset
+            part = value.as_strided(copy.shape, copy.source_strides, at)
+            whole.as_strided(copy.shape, copy.target_strides, copy.target_offset).copy_(part)
+    return whole.view(shape)

@@ -24,9 +24,8 @@ from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.quantized.selection import quantize_to_fp6
 from deepspeed.inference.split.layers import split_over, tensor_parallel_group
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.config_v2 import AllocationMode, DSStateManagerConfig, RaggedInferenceEngineConfig
 from deepspeed.inference.v2.policy import InferenceV2Policy
-from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
 
 __all__ = [
     "HuggingFaceCheckpointEngine",

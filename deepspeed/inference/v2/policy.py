@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.inference.kernels import keep_integers
 from deepspeed.inference.loading import load_weights
-from deepspeed.inference.quantized.integer_layers import keep_integers
 from deepspeed.inference.v2.checkpoint.huggingface_engine import CheckpointEngineBase
 from deepspeed.transforms.on_device import OnDevice
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,21 +92,6 @@ def test_layers_for_training_and_for_inference_by_the_documented_name() -> None:
     assert model.head.weight.dtype is torch.bfloat16
     with pytest.raises(TypeError, match="no_such"):
         deepspeed.replace_transformer_layer(Block, model, None, {}, None, no_such=1)
-
-
-def test_base_of_rotary_positions_of_every_release() -> None:
-    from deepspeed.inference.model.rope import rope_theta
-
-    new = SimpleNamespace(rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
-    old = SimpleNamespace(rope_theta=8.0, rope_scaling=None)
-    layered = {"rope_theta": 1.0, "full": {"rope_theta": 5.0}, "sliding": {"rope_theta": 5.0}}
-    assert [rope_theta(each) for each in (new, old)] == [7.0, 8.0]
-    assert rope_theta(SimpleNamespace(rope_parameters=layered)) == 5.0
-    layered["full"] = {"rope_theta": 6.0}
-    with pytest.raises(ValueError, match="different rope_theta per layer type"):
-        rope_theta(SimpleNamespace(rope_parameters=layered))
-    with pytest.raises(ValueError, match="no rope_theta"):
-        rope_theta(SimpleNamespace())
 
 
 @distributed(world_size=2)

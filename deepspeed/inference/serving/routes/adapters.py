@@ -46,11 +46,11 @@ def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     async def answer(
         request: Request, work: Callable[[bytes, Any], str], threads: ThreadPoolExecutor | None = None
     ) -> Response:
-        if intake.authorize(request) and request.scope.get(CALLER) != OPERATOR:
+        intake.authorize(request)
+        if request.scope.get(CALLER) != OPERATOR:
             message = "loading and unloading adapters requires a server token"
             return refusal(403, message, "permission_error")
-        done = await intake.take(request, work, threads)
-        return done if isinstance(done, Response) else PlainTextResponse(done)
+        return PlainTextResponse(await intake.take(request, work, threads))
 
     @app.post("/v1/load_lora_adapter")
     async def loading(request: Request) -> Response:

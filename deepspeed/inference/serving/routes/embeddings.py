@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
-from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_disconnected
+from deepspeed.inference.serving.handling import Intake, refusal_of, unless_disconnected
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Update
@@ -120,9 +120,7 @@ async def answered(request: Request, work: Coroutine[Any, Any, Response]) -> Res
     """Return the result of ``work``, or an error response."""
     try:
         return await unless_disconnected(request, work)
-    except NotFiniteError as problem:
-        return refusal(500, str(problem), "server_error")
-    except (ValueError, BusyError, ClosedError) as problem:
+    except (ValueError, BusyError, ClosedError, NotFiniteError) as problem:
         return refusal_of(problem)
 
 
@@ -142,10 +140,7 @@ def add_embedding_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        found = await intake.take(request, begun)
-        if isinstance(found, Response):
-            return found
-        asked, inputs, embedder = found
+        asked, inputs, embedder = await intake.take(request, begun)
 
         async def answer() -> Response:
             pooled = await embedder.pooled(inputs)

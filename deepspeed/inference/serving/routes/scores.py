@@ -104,10 +104,7 @@ def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         return asked, right, inputs, embedder, partial(_cosines, texts=texts, left=left, right=right)
 
     async def answer(request: Request, kind: type[_TextPairs]) -> Response:
-        found = await intake.take(request, partial(begun, kind))
-        if isinstance(found, Response):
-            return found
-        asked, right, inputs, embedder, scores_of = found
+        asked, right, inputs, embedder, scores_of = await intake.take(request, partial(begun, kind))
 
         async def compared() -> Response:
             pooled = await embedder.pooled(inputs)

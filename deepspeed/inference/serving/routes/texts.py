@@ -10,9 +10,9 @@ from pydantic import BaseModel, SkipValidation
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError, kind_of
-from deepspeed.inference.serving.handling import Intake, unauthorized
+from deepspeed.inference.serving.handling import Intake
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.version import __version__
 
 
@@ -53,24 +53,23 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return _json(await intake.take(request, tokenized))
+        return JSONResponse(await intake.take(request, tokenized))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _json(await intake.take(request, detokenized))
+        return JSONResponse(await intake.take(request, detokenized))
 
     @app.get("/tokenizer_info")
     async def info(request: Request) -> Response:
-        if not intake.authorize(request):
-            return unauthorized()
-        return _json(models.find(request.query_params.get("model", ""))[0].tokenizer.info())
+        intake.authorize(request)
+        return JSONResponse(models.find(request.query_params.get("model", ""))[0].tokenizer.info())
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return JSONResponse({"version": __version__})
 
 
-def _tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _tokens_of(request: TokenizeRequest, tokenizer: HuggingFaceTokenizer) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("expected either prompt or messages", "prompt")
     if request.messages is not None:
@@ -81,7 +80,3 @@ def _tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         raise RequestError(f"prompt: expected a string, not {kind_of(request.prompt)}", "prompt")
     bare = request.add_special_tokens is False
     return tokenizer.words(request.prompt) if bare else tokenizer.encode(request.prompt)
-
-
-def _json(content: Any) -> Response:
-    return content if isinstance(content, Response) else JSONResponse(content)
