@@ -118,7 +118,10 @@ RUN_BY: dict[str, list[str]] = {
         "tests/tools/autotuning/test_space.py::",
         "tests/examples/test_first_training.py::test_its_script_can_be_tuned",
     ],
-    "torchrun": [_LAUNCH + "test_an_engine_trains_under_torchrun_and_under_plain_python"],
+    "torchrun": [
+        _LAUNCH + "test_an_engine_trains_under_torchrun_and_under_plain_python",
+        "tests/examples/test_from_ddp.py::test_both_scripts_print_the_same_losses",
+    ],
     "python": ["tests/examples/test_first_training.py::test_the_tutorial"],
     # ---- benchmarks: their quick forms
     "benchmarks/everything.py": ["tests/benchmarks/test_everything.py::test_a_run_ends_in_a_table"],

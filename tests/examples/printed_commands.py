@@ -44,6 +44,8 @@ REMARK = re.compile(r"\s+#\s.*|\s{3,}[^-\s].*")
 # Files and folders of the reader, and what a command writes. Anything else that looks like a path has to exist.
 READERS_SCRIPTS = (
     "train.py",
+    "before.py",
+    "after.py",
     "write.py",
     "curves.py",
     "script.py",
