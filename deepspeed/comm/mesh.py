@@ -218,9 +218,8 @@ class ProcessMesh:
         if found is None:
             several = len(ranks) > 1  # one rank alone has no order to keep
             if several and use is _Use.SUMS and ranks == self.ranks("sp"):
-                self.group(
-                    "sp"
-                )  # so that layers get the default group, which scripts pass to them, if it is one of the two
+                # So that layers get the default group, which scripts pass to them, if it is one of the two.
+                self.group("sp")
             other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
             separate = several and (other, ranks) in self._groups
             found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, separate=separate)
