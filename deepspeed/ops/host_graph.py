@@ -258,18 +258,17 @@ class HostGraph:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> GraphPagedLayer:
         """Append: output [rows, heads * value size] = attention of the queries in the rows of ``projected`` over the
         pages, which the caller sets in the returned struct with ``bind``."""
         code = DTYPE_CODES[projected.dtype]
         row = projected.stride(0)
         made = GraphPagedLayer(
-            *(None, None, projected.data_ptr(), None, None, output.data_ptr(), address(sinks)),
+            *(None, None, projected.data_ptr(), None, None, output.data_ptr(), None),
             *(heads, kv_heads, 1, key_size, value_size, key_size, row, 0, 0, 0, 0, window),
             *(scale, softcap, code, code),
         )
-        self._add(made, projected, output, sinks)
+        self._add(made, projected, output)
         return made
 
     def gate(self, gate: Tensor, up: Tensor | None, output: Tensor, activation: Activation) -> None:

@@ -61,8 +61,10 @@ class Table:
         states: list[dict[str, Any]],
         names: tuple[str, ...],
         has_kernel: Callable[[Tensor], bool],
+        starts: Sequence[int],
     ) -> None:
         self.params, self.grads = tuple(params), tuple(grads)
+        self.starts = starts or (0,) * len(params)
         self.low_precision = None if low_precision is None else tuple(low_precision)
         self.states, self.names = states, names
         self.state_tensors = self._current_state()
@@ -215,6 +217,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     ``kernel_factors``, the factor of gradients, its ``kernel_switches``, and the number of threads."""
     kernel_factors: ClassVar[tuple[str, ...]]
     kernel_switches: tuple[str, ...] = ()
+    table_class: ClassVar[type[Table]] = Table
 
     def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         factors: list[float] = []
@@ -409,13 +412,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._tables.clear()
             states = [self.state_for(param, group) for param in params]
             names = (*self._names_for(group), "step")
-            table = self._tables[key] = self._make_table(
-                params, grads, low_precision, states, names, self._has_kernel
-            )
+            lists = (params, grads, low_precision, states)
+            table = self._tables[key] = self.table_class(*lists, names, self._has_kernel, self._starts)
         return table
-
-    def _make_table(self, *args: Any) -> Table:
-        return Table(*args)
 
 
 # ---- the PyTorch path --------------------------------------------------------------------------------------

@@ -37,10 +37,6 @@ class _Table(Table):
 
     row_words = 10
 
-    def __init__(self, starts: Sequence[int], params: Sequence[Tensor], *args: Any) -> None:
-        self.starts = starts or (0,) * len(params)
-        super().__init__(params, *args)
-
     def _row(
         self, i: int, param: Tensor, grad: Tensor, state: dict[str, Any], low: Tensor | None
     ) -> tuple[int, Sequence[int]] | None:
@@ -94,7 +90,7 @@ class CompactAdam(MultiTensorAdam):
         coded = tuple(_CODE) if self.state_bits == 8 else ()
         return UpdateTraits(elementwise=True, grain=state_codes.BLOCK, coded=coded, positions=True)
 
-    kernel_name = "ds_compact_adam"
+    kernel_name, table_class = "ds_compact_adam", _Table
 
     @property
     def kernel_switches(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -157,9 +153,6 @@ class CompactAdam(MultiTensorAdam):
 
     # ---- step ----------------------------------------------------------------------------------------------
 
-    def _make_table(self, *args: Any) -> Table:
-        return _Table(self._starts, *args)
-
     def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         from deepspeed.ops.gpu import compact_adam  # imports Triton
 
@@ -168,7 +161,6 @@ class CompactAdam(MultiTensorAdam):
     @torch.no_grad()
     def _update_in_torch(self, table: Table, group: Group, grad_scale: float) -> None:
         """Update tensors one by one. Reference implementation: the kernel's operations in the same order."""
-        assert isinstance(table, _Table)
         for i, step in zip(table.others, table.count_steps(table.others), strict=True):
             param, state, start = table.params[i].detach(), table.states[i], table.starts[i]
             wide, scaled, coded = param.float(), table.grads[i].float() * grad_scale, self.state_bits == 8
