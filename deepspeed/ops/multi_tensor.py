@@ -216,14 +216,14 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     """Name of the native kernel, which also increments the steps. Its arguments after the launch are the group's
     ``kernel_factors``, the factor of gradients, its ``kernel_switches``, and the number of threads."""
     kernel_factors: ClassVar[tuple[str, ...]]
-    kernel_switches: tuple[str, ...] = ()
+    kernel_switches: ClassVar[tuple[str, ...]] = ()
     table_class: ClassVar[type[Table]] = Table
 
     def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         factors: list[float] = []
         for name in self.kernel_factors:
             factors += group[name] if name == "betas" else [float(group[name])]
-        rest = (grad_scale, *(group[name] for name in self.kernel_switches), torch.get_num_threads())
+        rest = (grad_scale, *map(group.__getitem__, self.kernel_switches), torch.get_num_threads())
         getattr(lib, self.kernel_name)(*launch.arguments(), *factors, *rest)
 
     def _has_kernel(self, param: Tensor) -> bool:

@@ -91,10 +91,7 @@ class CompactAdam(MultiTensorAdam):
         return UpdateTraits(elementwise=True, grain=state_codes.BLOCK, coded=coded, positions=True)
 
     kernel_name, table_class = "ds_compact_adam", _Table
-
-    @property
-    def kernel_switches(self) -> tuple[str, ...]:  # type: ignore[override]
-        return *super().kernel_switches, "stochastic_rounding"
+    kernel_switches = (*MultiTensorAdam.kernel_switches, "stochastic_rounding")
 
     # ---- state ---------------------------------------------------------------------------------------------
 
