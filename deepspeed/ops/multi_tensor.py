@@ -194,7 +194,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     @property
     def fp32_optimizer_states(self) -> bool:
-        """Whether state is fp32, regardless of the parameters' dtype."""
+        """Return whether state is fp32, regardless of the parameters' dtype."""
         return self.defaults.get("fp32_optimizer_states", True)
 
     def add_param_group(self, param_group: Group) -> None:
