@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -40,6 +39,14 @@ OPERATIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "broadcast", "reduce", "all_to_all",
 )  # fmt: skip
 """Methods of a `Communicator` that move tensors."""
+
+_LOG_NAMES = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_reduce_max": "all_reduce",
+    "all_to_all": "all_to_all_single",
+}
+"""Their names in the communication log, where those differ."""
 
 
 class Communicator:
@@ -83,13 +90,8 @@ class Communicator:
             raise self._mismatch("all_gather", output, input, f"output = {self.size} x input, of one dtype")
         operation = self._transport(output, input).all_gather
         output, input = _flat(output), _flat(input)
-        self._count("all_gather", input.nbytes * (self.size - 1))
-        self._record("all_gather", input.numel(), input.dtype)
-        if self._log.enabled and recording(self._log, "all_gather_into_tensor"):
-            return measured(
-                self._log, "all_gather_into_tensor", input, self.size, lambda: operation(output, input)
-            )
-        return operation(output, input)
+        sent = input.nbytes * (self.size - 1)
+        return self._issue("all_gather", sent, input, lambda: operation(output, input))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """Sum `input [size * n]` over ranks, times `scale`, and store shard `rank` in `output [n]`. `output` may have
@@ -100,63 +102,42 @@ class Communicator:
             raise self._mismatch("reduce_scatter", output, input, f"input = {self.size} x output")
         operation = self._transport(output, input).reduce_scatter
         output, input = _flat(output), _flat(input)
-        self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
-        self._record("reduce_scatter", input.numel(), input.dtype)
-        if self._log.enabled and recording(self._log, "reduce_scatter_tensor"):
-            return measured(
-                self._log,
-                "reduce_scatter_tensor",
-                output,
-                self.size,
-                lambda: operation(output, input, scale=scale),
-            )
-        return operation(output, input, scale=scale)
+        sent = input.nbytes * (self.size - 1) // self.size
+        return self._issue(
+            "reduce_scatter", sent, input, lambda: operation(output, input, scale=scale), message=output
+        )
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         """Sum over ranks in place, times `scale`; the same bits as reduce_scatter followed by all_gather."""
-        size = self.size
-        if size == 1 or tensor.numel() == 0:
+        if self.size == 1 or tensor.numel() == 0:
             return _single_rank(tensor, tensor, scale)
         operation, flat = self._transport(tensor).all_reduce, _flat(tensor)
-        self.collectives["all_reduce"] += 1
-        self.bytes_sent += 2 * flat.nbytes * (size - 1) // size
-        self._record("all_reduce", flat.numel(), flat.dtype)
-        if self._log.enabled and recording(self._log, "all_reduce"):
-            return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
-        return operation(flat, scale=scale)
+        sent = 2 * flat.nbytes * (self.size - 1) // self.size
+        return self._issue("all_reduce", sent, flat, lambda: operation(flat, scale=scale))
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """Take the elementwise maximum over ranks, in place."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).all_reduce_max, _flat(tensor)
-        self._count("all_reduce_max", 2 * flat.nbytes * (self.size - 1) // self.size)
-        self._record("all_reduce_max", flat.numel(), flat.dtype)
-        if self._log.enabled and recording(self._log, "all_reduce"):
-            return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat))
-        return operation(flat)
+        sent = 2 * flat.nbytes * (self.size - 1) // self.size
+        return self._issue("all_reduce_max", sent, flat, lambda: operation(flat))
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
         """Copy from rank `src` of this group (a group rank), in place."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).broadcast, _flat(tensor)
-        self._count("broadcast", flat.nbytes * (self.size - 1) if self.rank == src else 0)
-        self._record("broadcast", flat.numel(), flat.dtype, src)
-        if self._log.enabled and recording(self._log, "broadcast"):
-            return measured(self._log, "broadcast", flat, self.size, lambda: operation(flat, src))
-        return operation(flat, src)
+        sent = flat.nbytes * (self.size - 1) if self.rank == src else 0
+        return self._issue("broadcast", sent, flat, lambda: operation(flat, src), root=src)
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         """Sum over ranks, times `scale`, in place on group rank `dst`; the other tensors are left unchanged."""
         if self.size == 1 or tensor.numel() == 0:
             return _single_rank(tensor, tensor, scale)
         operation, flat = self._transport(tensor).reduce, _flat(tensor)
-        self._count("reduce", 0 if self.rank == dst else flat.nbytes)
-        self._record("reduce", flat.numel(), flat.dtype, dst)
-        if self._log.enabled and recording(self._log, "reduce"):
-            return measured(self._log, "reduce", flat, self.size, lambda: operation(flat, dst, scale=scale))
-        return operation(flat, dst, scale=scale)
+        sent = 0 if self.rank == dst else flat.nbytes
+        return self._issue("reduce", sent, flat, lambda: operation(flat, dst, scale=scale), root=dst)
 
     def all_to_all(
         self,
@@ -178,25 +159,16 @@ class Communicator:
         if not fitting or output.dtype != input.dtype or received[self.rank] != sent[self.rank]:
             raise self._mismatch("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
         operation = self._transport(output, input).all_to_all
-        self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
-        self._record("all_to_all", UNEVEN, input.dtype)
-        if self._log.enabled and recording(self._log, "all_to_all_single"):
-            return measured(
-                self._log,
-                "all_to_all_single",
-                input,
-                self.size,
-                lambda: operation(output, input, received, sent),
-            )
-        return operation(output, input, received, sent)
+        nbytes = (input.numel() - sent[self.rank]) * input.element_size()
+        return self._issue(
+            "all_to_all", nbytes, input, lambda: operation(output, input, received, sent), numel=UNEVEN
+        )
 
     def barrier(self) -> Pending:
         """Wait until every rank has arrived here."""
         if self.size == 1:
             return DONE
-        self._count("barrier", 0)
-        self._record("barrier")
-        return self._transport_for(self._device_type()).barrier()
+        return self._issue("barrier", 0, None, self._transport_for(self._device_type()).barrier)
 
     def _device_type(self) -> str:
         assert self.group is not None
@@ -233,21 +205,39 @@ class Communicator:
     def count_fetch(self, whole: Tensor) -> None:
         """Count a one-sided fetch of the others' parts of ``whole``, who read as many bytes from this rank."""
         sent = whole.nbytes * (self.size - 1) // self.size
-        self._count("fetch", sent)
+        self.collectives["fetch"] += 1
+        self.bytes_sent += sent
         self.bytes_fetched += sent
 
-    def _count(self, operation: str, sent_bytes: int) -> None:
+    def _issue(
+        self,
+        operation: str,
+        sent_bytes: int,
+        tensor: Tensor | None,
+        issue: Callable[[], Pending],
+        *,
+        numel: int | None = None,
+        root: int | None = None,
+        message: Tensor | None = None,
+    ) -> Pending:
+        """Start a collective of ``tensor``. Counts it, and records it for hang reports (with ``numel`` instead of the
+        tensor's) and, if wanted, in the communication log, by the size of ``message`` (None: ``tensor``). Kept minimal,
+        as it is in the path of every collective."""
         self.collectives[operation] += 1
         self.bytes_sent += sent_bytes
-
-    def _record(
-        self, operation: str, numel: int = 0, dtype: torch.dtype | None = None, root: int | None = None
-    ) -> None:
-        """Record a call for hang reports. Kept minimal, as it is in the path of every collective."""
         history = self._history
         if history is not None:
             history.count += 1
-            history.calls.append((operation, numel, dtype, root, self._network.phase))
+            if tensor is None:
+                history.calls.append((operation, 0, None, root, self._network.phase))
+            else:
+                count = tensor.numel() if numel is None else numel
+                history.calls.append((operation, count, tensor.dtype, root, self._network.phase))
+        if self._log.enabled and tensor is not None:
+            name = _LOG_NAMES.get(operation, operation)
+            if recording(self._log, name):
+                return measured(self._log, name, tensor if message is None else message, self.size, issue)
+        return issue()
 
     def transport_name(self, device_type: str) -> str:
         """Return the name of the transport for tensors of this device: gloo, shared_memory, hierarchical,
@@ -330,6 +320,8 @@ class Network:
 
     def __init__(self, *, shared_memory: bool = True, log: CommsLogger = PROCESS_LOG) -> None:
         self.shared_memory = shared_memory
+        self.engines_share_memory = True
+        """Of the documented functions' network: the default of engines whose config does not set it."""
         self.log = log
         self.phase = ""
         """Current phase of the engine's step; recorded with each collective."""
@@ -376,15 +368,8 @@ class Network:
         self._communicators.pop(group, None)
 
 
-class _ProcessNetwork(Network):
-    """Network of the documented functions, which use the newest config with a `comm` section."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engines_share_memory = True  # default of engines whose config does not set it
-
-
-process_network = _ProcessNetwork()
+process_network = Network()
+"""Network of the documented functions, which use the newest config with a `comm` section."""
 
 _transports: dict[ProcessGroup, GroupTransports] = {}
 

@@ -6,6 +6,7 @@ Code in this package is passed its mesh and does not use them. Without a mesh al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed
@@ -90,21 +91,9 @@ def _ranks(*axes: str) -> list[int]:
 
 # --- Data parallel --------------------------------------------------------------------------------
 
-
-def get_data_parallel_group() -> ProcessGroup | None:
-    return _group("dp")
-
-
-def get_data_parallel_world_size() -> int:
-    return _size("dp")
-
-
-def get_data_parallel_rank() -> int:
-    return _rank("dp")
-
-
-_get_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = get_data_parallel_world_size
+get_data_parallel_group = _get_data_parallel_group = partial(_group, "dp")
+get_data_parallel_world_size = _get_data_parallel_world_size = partial(_size, "dp")
+get_data_parallel_rank = partial(_rank, "dp")
 
 
 def _get_broadcast_src_rank() -> int:
@@ -114,9 +103,7 @@ def _get_broadcast_src_rank() -> int:
 
 # --- Tensor parallel, also called model parallel --------------------------------------------------
 
-
-def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    return _group("tp")
+get_tensor_model_parallel_group = partial(_group, "tp")
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -154,26 +141,13 @@ def _get_sequence_parallel_group() -> ProcessGroup | None:
     return _group("sp") if _size("sp") > 1 else None
 
 
-def _get_sequence_parallel_world_size() -> int:
-    return _size("sp")
+_get_sequence_parallel_world_size = partial(_size, "sp")
+_get_sequence_parallel_rank = partial(_rank, "sp")
 
-
-def _get_sequence_parallel_rank() -> int:
-    return _rank("sp")
-
-
-def _get_sequence_data_parallel_group() -> ProcessGroup | None:
-    """Return the group of all ranks that hold the same dense weights."""
-    return _group("dp", "sp")
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return _size("dp", "sp")
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return _rank("dp", "sp")
-
+# Of all ranks that hold the same dense weights.
+_get_sequence_data_parallel_group = partial(_group, "dp", "sp")
+_get_sequence_data_parallel_world_size = partial(_size, "dp", "sp")
+_get_sequence_data_parallel_rank = partial(_rank, "dp", "sp")
 
 # --- Expert parallel. A group's name ("ep_size_4") has the number of ranks that a layer's experts are distributed
 # over. -------
@@ -316,6 +290,7 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
 
 
 def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
+    """Return this rank's group; None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
     mesh = get_mesh()
     if not _initialized():
         return None
@@ -324,19 +299,10 @@ def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same), same=same).group
 
 
-def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
-    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
-    return _expert_group(group_name, same=False)
-
-
-def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Return by name the groups of ranks that share one set of experts."""
-    return _expert_groups(same=False)
-
-
-def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Return by name the groups of ranks with the same experts."""
-    return _expert_groups(same=True)
+_get_expert_parallel_group = partial(_expert_group, same=False)
+_get_expert_data_parallel_group = partial(_expert_group, same=True)
+_get_expert_parallel_group_dict = partial(_expert_groups, same=False)
+_get_expert_data_parallel_group_dict = partial(_expert_groups, same=True)
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
@@ -345,11 +311,6 @@ def _get_expert_parallel_world_size(group_name: str) -> int:
 
 def _get_expert_parallel_rank(group_name: str) -> int:
     return _sharing_experts(group_name, same=False).index(_global_rank())
-
-
-def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
-    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
-    return _expert_group(group_name, same=True)
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
@@ -443,7 +404,7 @@ TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 PIPELINE = ("pipeline_model_parallel", "pipe_parallel")
 
 
-def _call_getter(mpu: Any, kinds: tuple[str, ...], what: str, otherwise: Any) -> Any:
+def _call_getter(mpu: Any = None, *, kinds: tuple[str, ...], what: str, otherwise: Any) -> Any:
     for kind in kinds:
         method = getattr(mpu, f"get_{kind}_{what}", None)
         if method is not None:
@@ -451,21 +412,8 @@ def _call_getter(mpu: Any, kinds: tuple[str, ...], what: str, otherwise: Any) ->
     return otherwise
 
 
-def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    return _call_getter(mpu, TENSOR, "rank", 0)
-
-
-def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    return _call_getter(mpu, TENSOR, "world_size", 1)
-
-
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    return _call_getter(mpu, TENSOR, "group", None)
-
-
-def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    return _call_getter(mpu, PIPELINE, "world_size", 1)
-
-
-def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    return _call_getter(mpu, PIPELINE, "group", None)
+bwc_tensor_model_parallel_rank = partial(_call_getter, kinds=TENSOR, what="rank", otherwise=0)
+bwc_tensor_model_parallel_world_size = partial(_call_getter, kinds=TENSOR, what="world_size", otherwise=1)
+bwc_tensor_model_parallel_group = partial(_call_getter, kinds=TENSOR, what="group", otherwise=None)
+bwc_pipeline_parallel_world_size = partial(_call_getter, kinds=PIPELINE, what="world_size", otherwise=1)
+bwc_pipeline_parallel_group = partial(_call_getter, kinds=PIPELINE, what="group", otherwise=None)

@@ -92,19 +92,13 @@ def reduce_scatter_fn(
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof=prof, debug=debug)
 
 
-def has_all_gather_into_tensor() -> bool:
-    return backend.has_all_gather_into_tensor()
-
-
-def has_reduce_scatter_tensor() -> bool:
-    return backend.has_reduce_scatter_tensor()
-
+has_all_gather_into_tensor = backend.has_all_gather_into_tensor
+has_reduce_scatter_tensor = backend.has_reduce_scatter_tensor
 
 # ---- groups and ranks
 
-
-def is_available() -> bool:
-    return dist.is_available()
+is_available = dist.is_available
+destroy_process_group = backend.destroy_process_group
 
 
 def is_initialized() -> bool:
@@ -113,11 +107,6 @@ def is_initialized() -> bool:
     if exists:
         tell_accelerate(dist.get_backend())  # Accelerate calls this, and creates no group if one exists
     return exists
-
-
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Destroy this group (None: all of them)."""
-    backend.destroy_process_group(group)
 
 
 def new_group(ranks: Sequence[int]) -> Any:

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +60,9 @@ def init_distributed(
     """
     if config is not None:
         configure(config)
-        _choose_transports(config)
+        wanted = _wants_shared_memory(config)
+        if wanted is not None:  # else that of an earlier config
+            use_shared_memory(wanted)
     if dist.is_initialized():
         _leave_first_device(dist.get_backend())
         return
@@ -112,13 +115,6 @@ def _usable_backend(backend: str) -> str:
             f"dist_backend={backend!r}: NCCL needs a GPU, and torch finds none on this host; {remedy}"
         )
     return backend
-
-
-def _choose_transports(config: DeepSpeedConfig) -> None:
-    """Apply the `comm` section; keys that it does not set keep the values of an earlier config."""
-    wanted = _wants_shared_memory(config)
-    if wanted is not None:
-        use_shared_memory(wanted)
 
 
 def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
@@ -195,10 +191,8 @@ def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
     """Complete rank and world size from the environment, and set defaults for the rendezvous address."""
     known = environment.discover(os.environ, port, schedulers=False) if rank < 0 or world_size < 0 else None
     if known is not None:
-        rank, world_size = (
-            (rank if rank >= 0 else known.rank),
-            (world_size if world_size > 0 else known.world_size),
-        )
+        rank = rank if rank >= 0 else known.rank
+        world_size = world_size if world_size > 0 else known.world_size
     if rank < 0 or world_size <= rank:
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both, with 0 <= rank < world_size")
     if world_size > 1:
@@ -307,16 +301,9 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         )
 
 
-def in_aml() -> bool:
-    return environment.in_aml(os.environ)
-
-
-def in_aws_sm() -> bool:
-    return environment.in_aws_sm(os.environ)
-
-
-def in_dlts() -> bool:
-    return environment.in_dlts(os.environ)
+in_aml = partial(environment.in_aml, os.environ)
+in_aws_sm = partial(environment.in_aws_sm, os.environ)
+in_dlts = partial(environment.in_dlts, os.environ)
 
 
 def get_local_rank() -> int:

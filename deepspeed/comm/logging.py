@@ -21,35 +21,28 @@ PROCESS_LOG = CommsLogger()
 """Log of the documented functions, and of engines whose config enables none."""
 
 
-class _Newest:
-    """The log that the documented functions write and show: the newest engine's that has one, else the process's. It
-    outlives its engine, as a summary may be requested at the end of a run."""
-
-    __slots__ = ("log",)
-
-    def __init__(self) -> None:
-        self.log = PROCESS_LOG
-
-
-_newest = _Newest()
+_newest = PROCESS_LOG
+"""The log that the documented functions write and show: the newest engine's that has one, else the process's. It
+outlives its engine, as a summary may be requested at the end of a run."""
 
 
 def set_newest_log(log: CommsLogger) -> None:
-    _newest.log = log
+    global _newest
+    _newest = log
 
 
 def newest_log() -> CommsLogger:
-    return _newest.log
+    return _newest
 
 
 class _NewestLog:
     """The documented object `deepspeed.comm.comms_logger`: a proxy of the newest log."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_newest.log, name)
+        return getattr(_newest, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_newest.log, name, value)
+        setattr(_newest, name, value)
 
 
 comms_logger = _NewestLog()
@@ -70,7 +63,7 @@ def configure(
     section = getattr(deepspeed_config, "comms_config", deepspeed_config)
     section = getattr(section, "comms_logger", section)
     if section is not None and section.enabled:
-        _newest.log.configure(section)
+        _newest.configure(section)
     single = {
         "enabled": enabled,
         "prof_all": prof_all,
@@ -80,7 +73,7 @@ def configure(
     }
     for name, value in single.items():
         if value is not None:
-            setattr(_newest.log, name, value)
+            setattr(_newest, name, value)
 
 
 @contextlib.contextmanager
@@ -99,49 +92,37 @@ def recording(log: CommsLogger, op_name: str) -> bool:
     return not _paused and log.wants(op_name)
 
 
-class Measurement:
-    """One timed call, from issue to completion. An asynchronous call ends at `wait()`, so it includes what the caller
-    computes in between."""
+def _begun(
+    log: CommsLogger, op_name: str, record_name: str, message_bytes: int, group_size: int, on_device: bool
+) -> Callable[[], None]:
+    """Begin to time one call; return the function that ends and records it. An asynchronous call ends at `wait()`, so
+    it includes what the caller computes in between."""
 
-    __slots__ = ("group_size", "log", "message_bytes", "on_device", "op_name", "record_name", "start")
-
-    def __init__(
-        self,
-        log: CommsLogger,
-        op_name: str,
-        record_name: str,
-        message_bytes: int,
-        group_size: int,
-        on_device: bool,
-    ) -> None:
-        self.log = log
-        self.op_name, self.record_name = op_name, record_name
-        self.message_bytes, self.group_size, self.on_device = message_bytes, group_size, on_device
-        self._synchronize()
-        self.start = time.perf_counter()
-
-    def finish(self) -> None:
-        self._synchronize()
-        latency_ms = (time.perf_counter() - self.start) * 1e3
-        self.log.append(self.op_name, self.record_name, latency_ms, self.message_bytes, self.group_size)
-
-    def _synchronize(self) -> None:
-        if self.on_device:
+    def now() -> float:
+        if on_device:
             synchronize_stream()
+        return time.perf_counter()
+
+    start = now()
+
+    def finish() -> None:
+        log.append(op_name, record_name, (now() - start) * 1e3, message_bytes, group_size)
+
+    return finish
 
 
 class MeasuredWork:
-    """Proxy of a handle that records its measurement at the first `wait()`."""
+    """Proxy of a handle that calls ``finish`` at the end of the first `wait()`."""
 
-    def __init__(self, work: Any, measurement: Measurement) -> None:
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
-        self._measurement: Measurement | None = measurement
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         result = self._work.wait(*args, **kwargs)
-        measurement, self._measurement = self._measurement, None
-        if measurement is not None:
-            measurement.finish()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -152,17 +133,13 @@ def measured(
     log: CommsLogger, op_name: str, message: Tensor, group_size: int, issue: Callable[[], Pending]
 ) -> Pending:
     """Issue a communicator's collective and record it."""
-    record_name = op_name
-    if log.debug:
-        record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=3)}]"
-    measurement = Measurement(
-        log, op_name, record_name, message.nbytes, group_size, message.device.type != "cpu"
-    )
+    record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=4)}]" if log.debug else op_name
+    record = _begun(log, op_name, record_name, message.nbytes, group_size, message.device.type != "cpu")
     pending = issue()
 
     def finish() -> None:
         pending.wait()
-        measurement.finish()
+        record()
 
     return Pending(finish)
 
@@ -179,7 +156,8 @@ def timed_op(
     """
     op_name = func.__name__
     signature = inspect.signature(func)
-    public_to_own = {public: own for own, public in (renamed or {}).items()}
+    own_to_public = renamed or {}
+    public_to_own = {public: own for own, public in own_to_public.items()}
     extra = {"prof": False, "log_name": op_name, "debug": None}
     positional = len(signature.parameters)
     unusual = frozenset((*extra, *public_to_own))
@@ -187,7 +165,7 @@ def timed_op(
     @functools.wraps(func)
     def operation(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not _newest.log.enabled and len(args) <= positional and unusual.isdisjoint(kwargs):
+            if not _newest.enabled and len(args) <= positional and unusual.isdisjoint(kwargs):
                 return func(*args, **kwargs)
             return with_options(args, kwargs)
         except RuntimeError as error:
@@ -202,13 +180,12 @@ def timed_op(
         if len(args) > positional:
             options.update(zip(extra, args[positional:], strict=False))
             args = args[:positional]
-        if _paused or not (options.get("prof") or recording(_newest.log, op_name)):
+        if _paused or not (options.get("prof") or recording(_newest, op_name)):
             return func(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
         caller = options.get("debug") or get_caller_func(frame=3)
         return _record(func, op_name, bound, message, options.get("log_name", op_name), caller)
 
-    own_to_public = renamed or {}
     parameters = [
         *(one.replace(name=own_to_public.get(one.name, one.name)) for one in signature.parameters.values()),
         *(
@@ -224,24 +201,17 @@ def timed_op(
 def _record(
     func: Callable[..., Any], op_name: str, bound: dict[str, Any], message: str, log_name: str, caller: str
 ) -> Any:
-    log = _newest.log
+    log = _newest
     record_name = f"{log_name} | [Caller Func: {caller}]" if log.debug else log_name
     tensors = _tensors(bound.get(message))
-    measurement = Measurement(
-        log,
-        op_name,
-        record_name,
-        sum(tensor.nbytes for tensor in tensors),
-        dist.get_world_size(bound.get("group")),
-        any(tensor.device.type != "cpu" for tensor in tensors),
-    )
+    nbytes, size = sum(tensor.nbytes for tensor in tensors), dist.get_world_size(bound.get("group"))
+    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+    finish = _begun(log, op_name, record_name, nbytes, size, on_device)
     with paused_log():
         result = func(**bound)
-    if bound.get("async_op") and result is not None:
-        return MeasuredWork(result, measurement)
-    if isinstance(result, dist.Work):  # isend, irecv
-        return MeasuredWork(result, measurement)
-    measurement.finish()
+    if (bound.get("async_op") and result is not None) or isinstance(result, dist.Work):  # isend, irecv
+        return MeasuredWork(result, finish)
+    finish()
     return result
 
 

@@ -163,7 +163,7 @@ class ProcessMesh:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     @classmethod
-    def from_mpu(cls, mpu: Any, *, ep: int = 1) -> ProcessMesh:
+    def from_mpu(cls, mpu: Any) -> ProcessMesh:
         """Build a mesh with the groups of a Megatron-style model-parallel unit; axes that it lacks get size 1."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -184,14 +184,7 @@ class ProcessMesh:
             ranks_of = _around_sequences(rank, ranks_of[("sp",)]) | ranks_of
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
-        mesh = cls(rank, ranks_of, groups=groups)
-        if ep > 1:
-            replicas = mesh.ranks("dp", "sp")
-            if len(replicas) % ep:
-                raise ValueError(f"expert-parallel size {ep} does not divide {len(replicas)} replicas")
-            mesh._ranks_of[("ep",)] = split_ranks(replicas, rank, ep, inner=True)
-            mesh._ranks_of[("expert_dp",)] = split_ranks(replicas, rank, ep, inner=False)
-        return mesh
+        return cls(rank, ranks_of, groups=groups)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks of this rank's group over these axes."""
@@ -218,9 +211,8 @@ class ProcessMesh:
         if found is None:
             several = len(ranks) > 1  # one rank alone has no order to keep
             if several and use is _Use.SUMS and ranks == self.ranks("sp"):
-                self.group(
-                    "sp"
-                )  # so that layers get the default group, which scripts pass to them, if it is one of the two
+                # So that layers get the default group, which scripts pass to them, if it is one of the two.
+                self.group("sp")
             other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
             separate = several and (other, ranks) in self._groups
             found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, separate=separate)

@@ -21,10 +21,7 @@ _SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # source location that gloo
 class _Explanation:
     """Text of the last hang report, as long as the hang lasts (hangs/watch.py)."""
 
-    __slots__ = ("text",)
-
-    def __init__(self) -> None:
-        self.text = ""
+    text = ""
 
 
 explanation = _Explanation()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import OPERATIONS, Communicator
 from deepspeed.comm.pending import Pending
 
 
@@ -84,26 +84,13 @@ class TimedCommunicator(Communicator):
         done = type(pending) is Pending and pending.is_completed()
         return pending if done else TimedPending(pending, waits)
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().all_gather, *args, **kwargs)
 
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().reduce_scatter, *args, **kwargs)
+def _timed_method(name: str) -> Callable[..., Pending]:
+    def method(self: TimedCommunicator, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(getattr(super(TimedCommunicator, self), name), *args, **kwargs)
 
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().all_reduce, *args, **kwargs)
+    return method
 
-    def all_reduce_max(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().all_reduce_max, *args, **kwargs)
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().broadcast, *args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().reduce, *args, **kwargs)
-
-    def all_to_all(self, *args: Any, **kwargs: Any) -> Pending:
-        return self._timed(super().all_to_all, *args, **kwargs)
-
-    def barrier(self) -> Pending:
-        return self._timed(super().barrier)
+for _name in (*OPERATIONS, "barrier"):
+    setattr(TimedCommunicator, _name, _timed_method(_name))

@@ -122,6 +122,11 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(axes=[PIPE, DATA, MODEL], dims=[num_pp, num_dp, num_mp])
 
 
+def _getter(attribute: str) -> Any:
+    """Make the method that returns this attribute."""
+    return lambda self: getattr(self, attribute)
+
+
 class PipelineParallelGrid:
     """The process groups of a topology, as a model-parallel unit. Collective over all ranks.
 
@@ -204,77 +209,36 @@ class PipelineParallelGrid:
     def get_stage_id(self) -> int:
         return getattr(self.coord, PIPE, 0)
 
-    def get_data_parallel_id(self) -> int:
-        return self.data_parallel_id
-
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Return the rank of another stage at this rank's coordinates along the other axes, unless ``kwargs``
         override them."""
         return self._topo.get_rank(**{**self.coord._asdict(), PIPE: stage_id, **kwargs})
 
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        return self.pp_proc_group
-
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-    get_pipeline_model_parallel_group = get_pipe_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self._data_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._data_ranks
-
     def get_sequence_parallel_rank(self) -> int:
         return self.replica_id % self.sequence_parallel_size
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.sequence_parallel_size
-
-    def get_sequence_parallel_group(self) -> ProcessGroup | None:
-        """Return the group that shares sequences; None if no sequence is shared."""
-        return self._sequence_group
-
-    def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """Return the group of all ranks that hold the same weights."""
-        return self.dp_proc_group
-
-    def get_model_parallel_rank(self) -> int:
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
         return getattr(self.coord, MODEL, 0)
 
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> ProcessGroup:
-        return self.slice_proc_group
-
+    get_global_rank = _getter("global_rank")
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _getter("stage_id")
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _getter("pipe_parallel_size")
+    get_pipe_parallel_group = get_pipeline_model_parallel_group = _getter("pp_proc_group")
+    get_data_parallel_rank = get_data_parallel_id = _getter("data_parallel_id")
+    get_data_parallel_world_size = _getter("data_parallel_size")
+    get_data_parallel_group = _getter("_data_group")
+    get_data_parallel_group_ranks = _getter("_data_ranks")
+    get_sequence_parallel_world_size = _getter("sequence_parallel_size")
+    get_sequence_parallel_group = _getter("_sequence_group")
+    """The group that shares sequences; None if no sequence is shared."""
+    get_sequence_data_parallel_group = _getter("dp_proc_group")
+    """The group of all ranks that hold the same weights."""
+    get_model_parallel_rank = _getter("ds_model_rank")
+    get_model_parallel_world_size = _getter("ds_model_world_size")
+    get_model_parallel_group = _getter("ds_model_proc_group")
     get_tensor_model_parallel_rank = get_slice_parallel_rank
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-    get_tensor_model_parallel_group = get_slice_parallel_group
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = _getter("slice_parallel_size")
+    get_slice_parallel_group = get_tensor_model_parallel_group = _getter("slice_proc_group")
 
 
 def _square(ranks: int) -> ProcessTopology:

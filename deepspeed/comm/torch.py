@@ -100,6 +100,7 @@ class TorchBackend(Backend):
         return dist.is_available() and dist.is_initialized()
 
     def destroy_process_group(self, group: Group = None) -> None:
+        """Destroy this group (None: all of them)."""
         forget_communicators(None if group is dist.group.WORLD else group)
         dist.destroy_process_group(group)
 

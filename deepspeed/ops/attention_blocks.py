@@ -1,7 +1,7 @@
 """Attention of one block of queries to one block of keys, with the log-sum-exp that merges blocks.
 
 Each kernel has ``supports``, and a pair of functions: ``forward(q, k, v, mask, scale) -> (out, lse)`` and
-``backward(grad, q, k, v, out, lse, mask, scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all*
+``backward(grad, (q, k, v), out, lse, mask, scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all*
 blocks. q and out are [batch, heads, rows, head size], k and v [batch, kv heads, columns, head size], lse [batch, heads,
 rows] in fp32 (fp64 for such queries). The log-sum-exp of a fully masked row is -inf, its output 0.
 """
@@ -25,6 +25,8 @@ class BlockOrder(enum.Enum):
 
 
 CAUSAL = BlockOrder.CAUSAL
+QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, or their gradients."""
 Mask: TypeAlias = Tensor | BlockOrder | None
 """Bool, or floats that are added to the scores (-inf: masked), broadcastable to [batch, heads, rows, columns]; CAUSAL;
 or None: nothing is masked."""
@@ -37,17 +39,7 @@ class BlockKernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV: ...
 
 
 class Plain:
@@ -63,17 +55,8 @@ class Plain:
         out = weights @ _repeated(v, q).to(weights.dtype)
         return out.to(q.dtype), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV:
+        q, k, v = qkv
         scores = self._scores(q, k, mask, scale)
         weights = torch.exp(scores - _finite(lse).to(scores.dtype).unsqueeze(-1))
         wide = grad.to(weights.dtype)
@@ -112,28 +95,10 @@ class CpuFlash:
             lse = lse.masked_fill(~seen.any(-1), -math.inf)
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV:
+        given, added = (grad, *qkv, out, _finite(lse)), _additive(mask, grad.dtype)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            _finite(lse),
-            0.0,
-            mask is CAUSAL,
-            attn_mask=_additive(mask, q.dtype),
-            scale=scale,
+            *given, 0.0, mask is CAUSAL, attn_mask=added, scale=scale
         )
 
 
@@ -155,35 +120,12 @@ class CudaFlash:
         )
         return found[0], found[1]
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
-        rows, columns = q.shape[2], k.shape[2]
+    def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV:
+        no_random = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # unused without dropout
+        sizes = (None, None, qkv[0].shape[2], qkv[1].shape[2])  # rows, columns
+        rest = (0.0, self._is_causal(mask), no_random, no_random.new_zeros(()))
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            None,
-            None,
-            rows,
-            columns,
-            0.0,
-            self._is_causal(mask),
-            no_random,
-            no_random.new_zeros(()),
-            scale=scale,
+            grad, *qkv, out, lse, *sizes, *rest, scale=scale
         )
 
     def _is_causal(self, mask: Mask) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.native import DTYPE_CODES, library
+from deepspeed.ops.native import DTYPE_CODES, address, fields, library
 
 
 class Weights(enum.IntEnum):
@@ -36,29 +36,12 @@ class Activation(enum.IntEnum):
     RELU = 3
 
 
-class _Kind(enum.IntEnum):
-    EMBEDDING = 0
-    NORM = 1
-    PRODUCT = 2
-    ROTARY = 3
-    ATTENTION = 4
-    GATE = 5
-    LARGEST = 6
-
-
-def _fields(pointers: str, int64s: str = "", floats: str = "", int32s: str = "") -> list[tuple[str, Any]]:
-    """Return struct fields in this order of types, as in the header."""
-    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32)
-    names = (pointers, int64s, floats, int32s)
-    return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
-
-
 class PagedPiece(ctypes.Structure):
-    _fields_ = _fields("blocks", "start count row", "", "writes attends")
+    _fields_ = fields("blocks", "start count row", "", "writes attends")
 
 
 class GraphPagedLayer(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "keys values query new_keys new_values output sinks",
         "heads kv_heads block_size key_size value_size query_head_stride query_token_stride key_head_stride "
         "key_token_stride value_head_stride value_token_stride window",
@@ -68,11 +51,11 @@ class GraphPagedLayer(ctypes.Structure):
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = _fields("values scales bias", "outputs row_bytes group", "", "bias_dtype")
+    _fields_ = fields("values scales bias", "outputs row_bytes group", "", "bias_dtype")
 
 
 class _Product(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "output input matrices",
         "count columns input_stride output_stride",
         "",
@@ -81,39 +64,43 @@ class _Product(ctypes.Structure):
 
 
 class _GraphEmbedding(ctypes.Structure):
-    _fields_ = _fields("output table", "size", "", "table_dtype")
+    _fields_ = fields("output table", "size", "", "table_dtype")
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         "stream delta sum output weight bias", "size", "eps offset", "centered dtype weight_dtype"
     )
 
 
 class _Rotary(ctypes.Structure):
     _fields_ = [
-        *_fields("projected keys values cosines sines query_weight key_weight"),
-        *_fields("", "heads kv_heads key_size value_size block_size rotary", "", "interleaved"),
-        *_fields("", "", "eps", "dtype cache_dtype weight_dtype"),
+        *fields("projected keys values cosines sines query_weight key_weight"),
+        *fields("", "heads kv_heads key_size value_size block_size rotary", "", "interleaved"),
+        *fields("", "", "eps", "dtype cache_dtype weight_dtype"),
     ]
 
 
 class _Gate(ctypes.Structure):
-    _fields_ = _fields("output gate up", "size input_stride output_stride", "", "activation dtype")
+    _fields_ = fields("output gate up", "size input_stride output_stride", "", "activation dtype")
 
 
 class _Largest(ctypes.Structure):
-    _fields_ = _fields("output input", "size input_stride", "", "dtype")
+    _fields_ = fields("output input", "size input_stride", "", "dtype")
+
+
+_KINDS = (_GraphEmbedding, _Norm, _Product, _Rotary, GraphPagedLayer, _Gate, _Largest)
+"""Arguments of operations by their kind (``enum ds_kind``)."""
 
 
 class _Operation(ctypes.Structure):
-    _fields_ = _fields("arguments", "", "", "kind on_last")
+    _fields_ = fields("arguments", "", "", "kind on_last")
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
-        *_fields("tokens positions last pieces"),
+        *fields("tokens positions last pieces"),
         ("count", ctypes.c_int64),
         ("piece_count", ctypes.c_int64),
     ]
@@ -174,7 +161,7 @@ class HostGraph:
     def embedding(self, table: Tensor, output: Tensor) -> None:
         """Append: output [rows, size] fp32 = the table's rows of the step's tokens."""
         made = _GraphEmbedding(output.data_ptr(), table.data_ptr(), table.shape[1], DTYPE_CODES[table.dtype])
-        self._add(_Kind.EMBEDDING, made, table, output)
+        self._add(made, table, output)
 
     def norm(
         self,
@@ -196,11 +183,11 @@ class HostGraph:
         code = DTYPE_CODES[stream.dtype]
         weights = weight if weight is not None else bias
         made = _Norm(
-            *map(_address, (stream, delta, stream if sum is None else sum, output, weight, bias)),
+            *map(address, (stream, delta, stream if sum is None else sum, output, weight, bias)),
             *(stream.shape[-1], eps, offset, int(centered), code),
             code if weights is None else DTYPE_CODES[weights.dtype],
         )
-        self._add(_Kind.NORM, made, stream, delta, sum, output, weight, bias, on_last=on_last)
+        self._add(made, stream, delta, sum, output, weight, bias, on_last=on_last)
 
     def product(
         self, input: Tensor, output: Tensor, matrices: Sequence[GraphMatrix], *, on_last: bool = False
@@ -211,7 +198,7 @@ class HostGraph:
         described = (_Matrix * len(matrices))(
             *[
                 (
-                    *map(_address, (each.values, each.scales, each.bias)),
+                    *map(address, (each.values, each.scales, each.bias)),
                     each.outputs,
                     each.values.stride(0) * each.values.itemsize,
                     each.group,
@@ -226,7 +213,7 @@ class HostGraph:
             *(len(matrices), first.columns, input.stride(0), output.stride(0), first.kind),
             *(DTYPE_CODES[input.dtype], DTYPE_CODES[output.dtype]),
         )
-        self._add(_Kind.PRODUCT, made, described, input, output, *matrices, on_last=on_last)
+        self._add(made, described, input, output, *matrices, on_last=on_last)
         return made
 
     def rotary(
@@ -251,22 +238,12 @@ class HostGraph:
         code = DTYPE_CODES[projected.dtype]
         made = _Rotary(
             *(projected.data_ptr(), None, None, cosines.data_ptr(), sines.data_ptr()),
-            *(_address(query_weight), _address(key_weight)),
-            *(
-                heads,
-                kv_heads,
-                key_size,
-                value_size,
-                1,
-                2 * cosines.shape[1],
-                int(interleaved),
-                eps,
-                code,
-                code,
-            ),
+            *(address(query_weight), address(key_weight)),
+            *(heads, kv_heads, key_size, value_size, 1, 2 * cosines.shape[1]),
+            *(int(interleaved), eps, code, code),
             code if weight is None else DTYPE_CODES[weight.dtype],
         )
-        self._add(_Kind.ROTARY, made, projected, cosines, sines, query_weight, key_weight)
+        self._add(made, projected, cosines, sines, query_weight, key_weight)
         return made
 
     def attention(
@@ -281,34 +258,33 @@ class HostGraph:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: Tensor | None = None,
     ) -> GraphPagedLayer:
         """Append: output [rows, heads * value size] = attention of the queries in the rows of ``projected`` over the
         pages, which the caller sets in the returned struct with ``bind``."""
         code = DTYPE_CODES[projected.dtype]
         row = projected.stride(0)
         made = GraphPagedLayer(
-            *(None, None, projected.data_ptr(), None, None, output.data_ptr(), _address(sinks)),
+            *(None, None, projected.data_ptr(), None, None, output.data_ptr(), None),
             *(heads, kv_heads, 1, key_size, value_size, key_size, row, 0, 0, 0, 0, window),
             *(scale, softcap, code, code),
         )
-        self._add(_Kind.ATTENTION, made, projected, output, sinks)
+        self._add(made, projected, output)
         return made
 
     def gate(self, gate: Tensor, up: Tensor | None, output: Tensor, activation: Activation) -> None:
         """Append: output [rows, size] = activation(gate) * up. Rows may be strided."""
         made = _Gate(
-            *map(_address, (output, gate, up)),
+            *map(address, (output, gate, up)),
             *(gate.shape[-1], gate.stride(0), output.stride(0), activation, DTYPE_CODES[gate.dtype]),
         )
-        self._add(_Kind.GATE, made, gate, up, output)
+        self._add(made, gate, up, output)
 
     def largest(self, input: Tensor, output: Tensor) -> None:
         """Append: output [rows] int64 = argmax of each row, the first of ties."""
         made = _Largest(
             *(output.data_ptr(), input.data_ptr(), input.shape[-1], input.stride(0), DTYPE_CODES[input.dtype])
         )
-        self._add(_Kind.LARGEST, made, input, output)
+        self._add(made, input, output)
 
     def run(self, step: GraphStep, threads: int | None = None) -> None:
         """Run all operations. ``threads``: at most this many; None: torch's number."""
@@ -320,7 +296,8 @@ class HostGraph:
             self._array, len(self._operations), ctypes.byref(step.struct), threads or torch.get_num_threads()
         )
 
-    def _add(self, kind: _Kind, made: ctypes.Structure, *kept: Any, on_last: bool = False) -> None:
+    def _add(self, made: ctypes.Structure, *kept: Any, on_last: bool = False) -> None:
+        kind = _KINDS.index(type(made))
         self._operations.append(_Operation(ctypes.addressof(made), kind, int(on_last)))
         self._kept.append((made, *kept))
         self._array = None
@@ -346,7 +323,3 @@ def largest_of(rows: Tensor) -> list[int]:
     program.largest(rows, output)
     program.run(GraphStep(rows.shape[0]))
     return output.tolist()
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -13,15 +13,9 @@ from deepspeed.ops import native
 class FrozenUpdate(ctypes.Structure):
     """``struct ds_frozen_update``."""
 
-    _fields_ = [
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("param", "momentum", "variance", "agreed", "local", "low_precision")
-        ],
-        ("numel", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("keeps_param", ctypes.c_int32),
-    ]
+    _fields_ = native.fields(
+        "param momentum variance agreed local low_precision", "numel", "", "dtype keeps_param"
+    )
 
 
 def update(momentum: Tensor, grad: Tensor, grad_scale: float, beta: float) -> bool:
@@ -63,7 +57,7 @@ def frozen_step(
         return False
     agreed, own = local or (None, None)
     described = FrozenUpdate(
-        *[None if one is None else one.data_ptr() for one in (param, momentum, variance, agreed, own, low)],
+        *map(native.address, (param, momentum, variance, agreed, own, low)),
         param.numel(),
         0 if low is None else native.DTYPE_CODES[low.dtype],
         keeps_param,

@@ -18,7 +18,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,8 +61,10 @@ class Table:
         states: list[dict[str, Any]],
         names: tuple[str, ...],
         has_kernel: Callable[[Tensor], bool],
+        starts: Sequence[int],
     ) -> None:
         self.params, self.grads = tuple(params), tuple(grads)
+        self.starts = starts or (0,) * len(params)
         self.low_precision = None if low_precision is None else tuple(low_precision)
         self.states, self.names = states, names
         self.state_tensors = self._current_state()
@@ -84,41 +86,40 @@ class Table:
         launches: dict[Any, Launch] = {}
         codes = native.DTYPE_CODES
         for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
-            elements = [state[name] for name in self.names if name != "step"]
             low = None if self.low_precision is None else self.low_precision[i]
-            tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
-            fits = has_kernel(param) and all(fits_kernel(t, param.device) for t in tensors)
-            if not fits or len({state.dtype for state in elements}) > 1:
+            row = self._row(i, param, grad, state, low) if has_kernel(param) else None
+            if row is None:
                 self.others.append(i)
                 continue
-            for tensor in tensors:
-                if tensor.numel() != param.numel():
-                    raise ValueError(
-                        f"got a tensor of {tensor.numel()} elements for a parameter of {param.numel()}"
-                    )
-            state_code = codes[elements[0].dtype] if elements else 0
-            storage = (
-                codes[param.dtype],
-                codes[grad.dtype],
-                state_code,
-                0 if low is None else codes[low.dtype],
-            )
+            state_code, words = row
+            low_code = 0 if low is None else codes[low.dtype]
+            storage = (codes[param.dtype], codes[grad.dtype], state_code, low_code)
             launch = launches.setdefault((param.device, storage), Launch(storage, param.device))
             launch.indices.append(i)
-            addresses = [*map(_address, elements), 0, 0][:2]
-            launch.words.extend(
-                (
-                    param.data_ptr(),
-                    grad.data_ptr(),
-                    *addresses,
-                    0 if low is None else low.data_ptr(),
-                    state["step"].data_ptr(),
-                    param.numel(),
-                )
-            )
+            launch.words.extend(words)
         self.launches = list(launches.values())
         for launch in self.launches:
             launch.pointer = launch.words.buffer_info()[0]
+
+    def _row(
+        self, i: int, param: Tensor, grad: Tensor, state: dict[str, Any], low: Tensor | None
+    ) -> tuple[int, Sequence[int]] | None:
+        """Return the code of the state's dtype, and the row of struct ds_segment; None: no kernel supports these
+        tensors."""
+        elements = [state[name] for name in self.names if name != "step"]
+        tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
+        fits = all(fits_kernel(tensor, param.device) for tensor in tensors)
+        if not fits or len({state.dtype for state in elements}) > 1:
+            return None
+        for tensor in tensors:
+            if tensor.numel() != param.numel():
+                raise ValueError(
+                    f"got a tensor of {tensor.numel()} elements for a parameter of {param.numel()}"
+                )
+        states = [*map(_address, elements), 0, 0][:2]
+        ends = (0 if low is None else low.data_ptr(), state["step"].data_ptr(), param.numel())
+        state_code = native.DTYPE_CODES[elements[0].dtype] if elements else 0
+        return state_code, (param.data_ptr(), grad.data_ptr(), *states, *ends)
 
     def count_steps(self, indices: list[int]) -> list[int]:
         """Increment the step counts of these tensors and return them; host kernels do this themselves."""
@@ -185,13 +186,16 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     state_names: tuple[str, ...] = ()
     """Per-element state, at most two tensors."""
 
-    _starts: tuple[
-        int, ...
-    ] = ()  # offsets of this step's tensors in their parameters, if the update needs them
+    _starts: tuple[int, ...] = ()  # of this step
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         torch.optim.Optimizer.__init__(self, params, defaults)  # a base in between may take other arguments
         self._tables: dict[tuple[Any, ...], Table] = {}
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Return whether state is fp32, regardless of the parameters' dtype."""
+        return self.defaults.get("fp32_optimizer_states", True)
 
     def add_param_group(self, param_group: Group) -> None:
         # torch hides this method from the compiler, and the first such call imports the compiler (0.6 s).
@@ -208,9 +212,19 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     # ---- what a subclass implements ------------------------------------------------------------------------
 
+    kernel_name: ClassVar[str]
+    """Name of the native kernel, which also increments the steps. Its arguments after the launch are the group's
+    ``kernel_factors``, the factor of gradients, its ``kernel_switches``, and the number of threads."""
+    kernel_factors: ClassVar[tuple[str, ...]]
+    kernel_switches: ClassVar[tuple[str, ...]] = ()
+    table_class: ClassVar[type[Table]] = Table
+
     def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
-        """Call the kernel; it also increments the steps."""
-        raise NotImplementedError
+        factors: list[float] = []
+        for name in self.kernel_factors:
+            factors += group[name] if name == "betas" else [float(group[name])]
+        rest = (grad_scale, *map(group.__getitem__, self.kernel_switches), torch.get_num_threads())
+        getattr(lib, self.kernel_name)(*launch.arguments(), *factors, *rest)
 
     def _has_kernel(self, param: Tensor) -> bool:
         """Return whether the optimizer has a kernel for the device of ``param``."""
@@ -338,6 +352,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         low_precision: Sequence[Tensor | None] | None = None,
         context: UpdateContext = ALONE,
+        starts: Sequence[int] = (),
     ) -> None:
         """Update `params` once, with the hyperparameters of `group`.
 
@@ -346,7 +361,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32 product.
             low_precision: where not None, receives the updated parameter rounded to its dtype, in the same pass.
             context: the caller's operations for updates that need more than the given tensors.
+            starts: index of each tensor's first element in its parameter (none: all 0), for updates that depend on it.
         """
+        self._starts = tuple(starts)
         if not params:
             return
         self._update(self._table(group, params, grads, low_precision), group, grad_scale, context)
@@ -395,13 +412,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._tables.clear()
             states = [self.state_for(param, group) for param in params]
             names = (*self._names_for(group), "step")
-            table = self._tables[key] = self._make_table(
-                params, grads, low_precision, states, names, self._has_kernel
-            )
+            lists = (params, grads, low_precision, states)
+            table = self._tables[key] = self.table_class(*lists, names, self._has_kernel, self._starts)
         return table
-
-    def _make_table(self, *args: Any) -> Table:
-        return Table(*args)
 
 
 # ---- the PyTorch path --------------------------------------------------------------------------------------

@@ -31,28 +31,29 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 ISA_NAMES = ("plain", "avx2", "avx512")
 
 
+def fields(pointers: str, int64s: str = "", floats: str = "", int32s: str = "") -> list[tuple[str, Any]]:
+    """Return struct fields in this order of types, as in the headers."""
+    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32)
+    names = (pointers, int64s, floats, int32s)
+    return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
+
+
 class NativeSpan(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int64)]
+    _fields_ = fields("data", "numel dtype")
 
 
 class Bytes(ctypes.Structure):
-    _fields_ = [("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+    _fields_ = fields("target source", "bytes")
 
 
 class Copy(ctypes.Structure):
-    _fields_ = [
-        ("output", ctypes.c_void_p),
-        ("input", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("output_dtype", ctypes.c_int32),
-        ("input_dtype", ctypes.c_int32),
-    ]
+    _fields_ = fields("output input", "numel", "", "output_dtype input_dtype")
 
 
 class Storage(ctypes.Structure):
     """Storage dtypes of all segments of one optimizer call (`struct ds_storage`)."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in ("param", "grad", "state", "low_precision")]
+    _fields_ = fields("", "", "", "param grad state low_precision")
 
 
 SEGMENT_WORDS = 7
@@ -136,9 +137,9 @@ def isa() -> str | None:
     return None if lib is None else ISA_NAMES[lib.ds_isa()]
 
 
-def path_of_ops() -> str:
-    """Return the path of host operations for `ds_report`: the instruction set, or "torch" for the fallback."""
-    return isa() or "torch"
+def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's memory; None for an omitted one."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def is_native(tensor: Tensor) -> bool:
@@ -255,17 +256,9 @@ def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) 
     lib = library()
     if lib is not None and is_native(output) and all(map(is_native, inputs)):
         pointers = (ctypes.c_void_p * len(inputs))(*[t.data_ptr() for t in inputs])
-        codes = DTYPE_CODES[output.dtype], DTYPE_CODES[inputs[0].dtype]
-        lib.ds_reduce_chunks(
-            output.data_ptr(),
-            codes[0],
-            pointers,
-            len(inputs),
-            codes[1],
-            output.numel(),
-            scale,
-            torch.get_num_threads(),
-        )
+        target, source = (output.data_ptr(), DTYPE_CODES[output.dtype]), DTYPE_CODES[inputs[0].dtype]
+        given = (pointers, len(inputs), source, output.numel())
+        lib.ds_reduce_chunks(*target, *given, scale, torch.get_num_threads())
         return
     total = _widest(inputs[0]).clone()
     for chunk in inputs[1:]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.host_graph import GraphPagedLayer, PagedPiece
-from deepspeed.ops.native import DTYPE_CODES, library
+from deepspeed.ops.native import DTYPE_CODES, address, library
 
 
 class PagedPieces:
@@ -67,15 +67,8 @@ def paged_attention(
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype)
     wide = None if sinks is None else sinks.float().contiguous()
     layer = GraphPagedLayer(
-        keys.data_ptr(),
-        values.data_ptr(),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        output.data_ptr(),
-        None if wide is None else wide.data_ptr(),
-        heads,
-        *(keys.shape[1], keys.shape[3], key_size, value.shape[-1]),
+        *map(address, (keys, values, query, key, value, output, wide)),
+        *(heads, keys.shape[1], keys.shape[3], key_size, value.shape[-1]),
         *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
         *(window, scale, softcap, DTYPE_CODES[key.dtype], DTYPE_CODES[query.dtype]),
     )

@@ -20,7 +20,7 @@ MAX_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights
 """Maximum rows for which the kernel is faster than torch, which must dequantize integers first."""
 MAX_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
 """The same for CPUs on which torch's bfloat16 product is slow (with AVX2 a sixth of the kernel's speed)."""
-PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
+PROGRAM_ROWS = 64
 """The same for a whole forward as one program, which avoids the overhead of torch's small operations."""
 GPU_ROWS = 64
 """The same for integers on a GPU. Not measured: there, a decode step is bound by reading weights."""
@@ -72,7 +72,11 @@ class QuantizedMatrix:
     @staticmethod
     def from_levels(whole: Tensor, bits: int) -> Tensor:
         """Return ``words`` of given integers (int32 [outputs, columns], whole runs)."""
-        return _packed(whole, bits)
+        parts = (whole & (2**bits - 1)).view(whole.shape[0], -1, 32 // bits, LANES)
+        words = torch.zeros(parts.shape[0], parts.shape[1], LANES, dtype=torch.int32, device=whole.device)
+        for number in range(32 // bits):
+            words |= parts[:, :, number] << (bits * number)
+        return words.view(whole.shape[0], -1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,14 +99,6 @@ class QuantizedMatrix:
         return (grouped * self.scales[..., None]).view(whole.shape)[:, : self.columns].to(dtype)
 
 
-def _packed(whole: Tensor, bits: int) -> Tensor:
-    parts = (whole & (2**bits - 1)).view(whole.shape[0], -1, 32 // bits, LANES)
-    words = torch.zeros(parts.shape[0], parts.shape[1], LANES, dtype=torch.int32, device=whole.device)
-    for number in range(32 // bits):
-        words |= parts[:, :, number] << (bits * number)
-    return words.view(whole.shape[0], -1)
-
-
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     runs = words.view(words.shape[0], -1, 1, LANES)
     numbers = torch.arange(32 // bits, device=words.device, dtype=torch.int32).view(-1, 1)
@@ -119,11 +115,6 @@ def most_rows(kind: Weights) -> int:
     """Return the maximum rows for the kernel; see ``MAX_ROWS``."""
     narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
     return (MAX_ROWS_WITHOUT_AVX512 if narrow else MAX_ROWS).get(kind, MAX_ROWS[kind])
-
-
-def program_rows(kind: Weights) -> int:
-    """Return the maximum rows for which a whole forward is faster as a program of kernels, with weights of ``kind``."""
-    return PROGRAM_ROWS[kind]
 
 
 def takes_bfloat16(weight: Tensor) -> bool:

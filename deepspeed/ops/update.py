@@ -31,18 +31,10 @@ HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple[Ranks, list[int]]]]
 weights, always in the same order, some possibly without positions."""
 
 
-class WholeMatrixUpdate(Protocol):
-    """Applies ``function`` to whole matrices of which each rank has fragments. Given fragments of the matrices of
-    ``group`` and their values, replaces the values by those of ``function``: [rows, columns] -> the same shape, or for
-    a stack [n, rows, columns]. Collective."""
-
-    def __call__(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        values: Sequence[Tensor],
-        function: Callable[[Tensor], Tensor],
-    ) -> None: ...
+WholeMatrixUpdate = Callable[[Group, Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], None]
+"""Applies a function to whole matrices of which each rank has fragments. Given fragments of the matrices of a group and
+their values, replaces the values by those of the function: [rows, columns] -> the same shape, or for a stack [n, rows,
+columns]. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +53,8 @@ class UpdateTraits:
     grain: int = 1
     """Tensors may be cut at multiples of this many elements from the start of a parameter."""
     coded: tuple[str, ...] = ()
-    """State entries that are codes of numbers; requires a ``CodedStateOptimizer``."""
+    """State entries that are codes of numbers; requires ``decoded_state`` and ``set_decoded_state``, as `CompactAdam`
+    has."""
     positions: bool = False
     """Its update needs the start of each fragment in its parameter."""
 
@@ -136,18 +129,6 @@ class Fragments(Protocol):
     @property
     def starts(self) -> Sequence[int]:
         """Return the index of each fragment's first element in its parameter."""
-        ...
-
-
-class CodedStateOptimizer(Protocol):
-    """An optimizer with ``coded`` state entries."""
-
-    def decoded_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with codes replaced by values (fp32 copies, of the parameter's shape), without scales."""
-        ...
-
-    def set_decoded_state(self, state: dict[str, Any], name: str, values: Tensor) -> None:
-        """Write one entry; decoded values get the same codes back."""
         ...
 
 

@@ -94,7 +94,7 @@ def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None =
         for result in speed.of_op(builder, bench_dir) if bench else ():
             print(_speed_row("", result))
     if bench:
-        print(f"kernels that belong to no op, {native.path_of_ops()}")
+        print(f"kernels that belong to no op, {native.isa() or 'torch'}")
         for name, result in speed.of_other_kernels().items():
             print(_speed_row(name, result))
         _inference_report()

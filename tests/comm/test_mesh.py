@@ -175,7 +175,3 @@ def test_from_a_model_parallel_unit():
     assert mesh.ranks("tp") == (rank // 2 * 2, rank // 2 * 2 + 1)
     assert (mesh.size("pp"), mesh.size("sp"), mesh.size("ep"), mesh.size("expert_dp")) == (1, 1, 1, 2)
     assert mesh.ranks("dp", "sp") == mesh.ranks("dp")
-    experts = ProcessMesh.from_mpu(unit, ep=2)
-    assert experts.ranks("ep") == mesh.ranks("dp") and experts.size("expert_dp") == 1
-    with pytest.raises(ValueError, match="size 3"):
-        ProcessMesh.from_mpu(unit, ep=3)

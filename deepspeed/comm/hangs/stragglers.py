@@ -24,10 +24,8 @@ POST_S = 1.0  # waited at start-up before a rank announces its arrival
 JOIN_S = 2.0
 WAIT_S = 10.0  # waited before the missing ranks are named
 
-_visits: tuple[Any, Counter[str]] = (
-    None,
-    Counter(),
-)  # the default group, and the number of visits of each point
+_visits: tuple[Any, Counter[str]] = (None, Counter())
+"""The default group, and the number of visits of each point."""
 
 
 @contextlib.contextmanager

@@ -225,9 +225,8 @@ def _own_call(frame: FrameType) -> tuple[str, list[int]] | None:
 
 def _torch_call(frame: FrameType) -> tuple[str, list[int]]:
     here = _locals(frame)
-    tensor = next(
-        (here[name] for name in ("tensor", "input", "input_tensor") if _is_tensor(here.get(name))), None
-    )
+    given = (here.get(name) for name in ("tensor", "input", "input_tensor"))
+    tensor = next((each for each in given if isinstance(each, torch.Tensor)), None)
     text = frame.f_code.co_name
     if tensor is not None:
         text += f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -236,10 +235,6 @@ def _torch_call(frame: FrameType) -> tuple[str, list[int]]:
             text += f", {name}={here[name]}"
     group = here.get("group")
     return text, list(dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _doing(frames: list[FrameType]) -> str:

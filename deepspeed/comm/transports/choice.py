@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,12 +44,6 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class TransportUser(Protocol):
-    """User of a transport that `GroupTransports.transport` returned."""
-
-    def forget_transports(self) -> None: ...
-
-
 class GroupTransports:
     """The transports of one process group, shared by all engines that use it: a group's messages are numbered
     together, and ranks attach to a shared-memory segment once."""
@@ -57,14 +51,14 @@ class GroupTransports:
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group, self.ranks = group, ranks
         self.history = OperationHistory(group.group_name, ranks)
-        self._transports: dict[
-            tuple[str, bool], Transport
-        ] = {}  # by device type and permission to share memory
+        self._transports: dict[tuple[str, bool], Transport] = {}
+        """By device type and permission to share memory."""
         self._gloo: gloo.GlooChannel | None = None
         self._shared: shared_memory.SharedMemoryChannel | None = None
         self._sent_before = BytesSent()  # bytes sent through closed channels
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.users: weakref.WeakSet[TransportUser] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Communicators that use a transport that `transport` returned."""
 
     def transport(self, device_type: str, *, may_share_memory: bool) -> Transport:
         """Return the transport, chosen at the first call, which is collective for CPU tensors over gloo."""
@@ -93,19 +87,19 @@ class GroupTransports:
 
         if self._gloo is None:
             self._gloo = gloo.GlooChannel(self.group, self.ranks)
-        connected = hosts.connect_hosts(self._gloo, may_share_memory)
-        self._gloo.set_hosts(connected.blocks)
-        self._shared = connected.channel or self._shared
+        blocks, channel = hosts.connect_hosts(self._gloo, may_share_memory)
+        self._gloo.set_hosts(blocks)
+        self._shared = channel or self._shared
         over_gloo = gloo.GlooTransport(self._gloo)
-        if connected.channel is None:
+        if channel is None:
             return over_gloo
-        if len(connected.blocks) == 1:
+        if len(blocks) == 1:
             from deepspeed.comm.transports.shared_memory import SharedMemoryTransport
 
-            return SharedMemoryTransport(connected.channel, over_gloo)
+            return SharedMemoryTransport(channel, over_gloo)
         from deepspeed.comm.transports.hierarchical import HierarchicalTransport  # only for several hosts
 
-        return HierarchicalTransport(connected.channel, over_gloo)
+        return HierarchicalTransport(channel, over_gloo)
 
     def sent(self) -> BytesSent:
         """Return the bytes sent through gloo and shared memory, by all engines that use the group."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import secrets
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from deepspeed.base.logging import warning_once
 from deepspeed.comm.groups import timeout_of
@@ -19,24 +18,21 @@ from deepspeed.comm.transports import shared_memory
 from deepspeed.comm.transports.gloo import GlooChannel, GlooTransport
 from deepspeed.comm.transports.shared_memory import SharedMemoryChannel
 
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Hosts of a group. `blocks`: group ranks of each host, hosts ordered by their first rank. `channel`: connects
-    the ranks of this host, if the group communicates through shared memory."""
-
-    blocks: tuple[tuple[int, ...], ...]
-    channel: SharedMemoryChannel | None
+_RECORD_BYTES = 1024
+"""Of a pickled `_HostRecord`, with padding: twice those of one with 2048 cores."""
 
 
-def connect_hosts(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
+def connect_hosts(
+    gloo: GlooChannel, may_share_memory: bool
+) -> tuple[tuple[tuple[int, ...], ...], SharedMemoryChannel | None]:
     """Determine the hosts of all ranks, and connect the ranks of each host if the whole group can and may share
-    memory. Collective: all ranks get the same blocks, and either all get a channel or none does."""
+    memory. Return the group ranks of each host, hosts ordered by their first rank, and the channel to the ranks of this
+    one. Collective: all ranks get the same blocks, and either all get a channel or none does."""
     willing = may_share_memory and shared_memory.is_available()
     records = _gather(gloo, _HostRecord.of_this_process(willing))
     blocks = blocks_of([one.host for one in records])
     if not all(one.ready for one in records) or not are_regular(blocks):
-        return Hosts(blocks, None)
+        return blocks, None
     block = next(block for block in blocks if gloo.rank in block)
     channel, attached = _connect_host(gloo, block, records[block[0]].pid)
     if channel is None or not all(one.ready for one in attached):
@@ -44,10 +40,10 @@ def connect_hosts(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
             channel.close()
         if gloo.rank == 0:
             _warn_unshared(attached)
-        return Hosts(blocks, None)
+        return blocks, None
     cores = functools.reduce(lambda union, rank: union | records[rank].cores, block, 0).bit_count()
     channel.start(timeout_of(gloo.group), cores=cores)
-    return Hosts(blocks, channel)
+    return blocks, channel
 
 
 def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
@@ -98,37 +94,31 @@ def _warn_unshared(attached: list[_HostRecord]) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _HostRecord:
     """A rank's announcement to the others before they share memory."""
 
-    _LAYOUT = struct.Struct("=?qqq64s128s")
-
-    def __init__(self, ready: bool, pid: int, descriptor: int, token: int, host: bytes, cores: int) -> None:
-        self.ready, self.pid, self.descriptor, self.token = ready, pid, descriptor, token
-        self.host = host.ljust(64, b"\0")[:64]
-        self.cores = cores  # one bit per core that this process may use
+    ready: bool
+    pid: int
+    descriptor: int
+    token: int
+    host: bytes
+    cores: int
+    """One bit per core that this process may use."""
 
     @classmethod
     def of_this_process(cls, ready: bool, descriptor: int = -1, token: int = 0) -> _HostRecord:
-        cores = sum(1 << core for core in _usable_cores() if core < 1024)
+        cores = sum(1 << core for core in _usable_cores())
         return cls(ready, os.getpid(), descriptor, token, host_identity(), cores)
-
-    def pack(self) -> Tensor:
-        cores = self.cores.to_bytes(128, "little")
-        data = self._LAYOUT.pack(self.ready, self.pid, self.descriptor, self.token, self.host, cores)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    @classmethod
-    def unpack(cls, data: Tensor) -> _HostRecord:
-        ready, pid, descriptor, token, host, cores = cls._LAYOUT.unpack(data.numpy().tobytes())
-        return cls(ready, pid, descriptor, token, host, int.from_bytes(cores, "little"))
 
 
 def _gather(gloo: GlooChannel, own: _HostRecord) -> list[_HostRecord]:
-    packed = own.pack()
-    everyone = torch.empty(gloo.size * packed.numel(), dtype=torch.uint8)
+    packed = torch.zeros(_RECORD_BYTES, dtype=torch.uint8)
+    data = bytearray(pickle.dumps(own))
+    packed[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    everyone = torch.empty(gloo.size * _RECORD_BYTES, dtype=torch.uint8)
     GlooTransport(gloo).all_gather(everyone, packed).wait()
-    return [_HostRecord.unpack(one) for one in everyone.view(gloo.size, -1)]
+    return [pickle.loads(one.numpy().tobytes()) for one in everyone.view(gloo.size, -1)]
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
@@ -51,13 +51,7 @@ class ProcessGroupTransport(GroupOperation):
         if accumulation_dtype(tensor.dtype) != tensor.dtype:
             return self.exchanged.all_reduce(tensor, scale, all_gather_single)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def finish() -> None:
-            self._wait(work, "all_reduce")
-            if scale != 1.0:
-                tensor.mul_(scale)
-
-        return Pending(finish)
+        return self._then_scaled(work, "all_reduce", tensor, scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
@@ -65,10 +59,12 @@ class ProcessGroupTransport(GroupOperation):
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
+        return self._then_scaled(work, "reduce", tensor, scale if self.group.rank() == dst else 1.0)
 
+    def _then_scaled(self, work: Work | None, operation: str, tensor: Tensor, scale: float) -> Pending:
         def finish() -> None:
-            self._wait(work, "reduce")
-            if scale != 1.0 and self.group.rank() == dst:
+            self._wait(work, operation)
+            if scale != 1.0:
                 tensor.mul_(scale)
 
         return Pending(finish)

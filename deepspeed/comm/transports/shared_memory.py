@@ -85,10 +85,9 @@ class _Call:
 class _Failure(ctypes.Structure):
     """struct ds_shm_failure, with its ds_shm_call spread out."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("operations", "their_operations", "count")),
-        *((name, ctypes.c_int32) for name in ("kind", "input_dtype", "output_dtype", "root", "silent_rank")),
-    ]
+    _fields_ = native.fields(
+        "", "operations their_operations count", "", "kind input_dtype output_dtype root silent_rank"
+    )
 
     def reason(self, status: int, kind: int) -> str:
         if status == _MISMATCH and self.kind == kind == _ALL_TO_ALL:
@@ -166,7 +165,7 @@ class SharedMemoryChannel:
 
     def issue(self, operation: bytes, *tensors: Tensor) -> Pending:
         if self._unwatched:
-            self._release_done()
+            self._unwatched = [one for one in self._unwatched if not self.is_done(one[0])]
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
@@ -174,9 +173,6 @@ class SharedMemoryChannel:
         addresses."""
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
-
-    def _release_done(self) -> None:
-        self._unwatched = [one for one in self._unwatched if not self.is_done(one[0])]
 
     def is_done(self, ticket: int) -> bool:
         return self.handle is None or self.lib.ds_shm_completed(self.handle) >= ticket

@@ -22,7 +22,7 @@ from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
 from deepspeed.ops.native import library
 from deepspeed.ops.paged_attention import PagedPieces
-from deepspeed.ops.small_product import program_rows
+from deepspeed.ops.small_product import PROGRAM_ROWS
 
 FIRST_POSITIONS = 512
 """Initial size of the rotary tables, which double as sequences grow."""
@@ -48,7 +48,7 @@ class FusedLayout(PackedLayout):
             raise LayoutError("the native library is not available")
         shapes = super().learn(pieces, block_size)
         self._decoder = decoder_of(self.module, shapes, self.terms)
-        self.max_fused_tokens = program_rows(matrix_of(self._decoder.layers[0].down).kind)
+        self.max_fused_tokens = PROGRAM_ROWS
         return shapes
 
     def release(self) -> None:

@@ -99,7 +99,6 @@ class DeepSpeedCPUAdagrad(Adagrad):
     ) -> None:
         refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
-        self.fp32_optimizer_states = fp32_optimizer_states
         for group in self.param_groups:
             group.setdefault("fp32_optimizer_states", fp32_optimizer_states)
         self.defaults["fp32_optimizer_states"] = fp32_optimizer_states

@@ -12,15 +12,13 @@ bfloat16 weights with ``stochastic_rounding``. The direction is a function of th
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops import native
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
@@ -32,7 +30,6 @@ SCALE = "_scale"
 """Suffix of the name of a moment's scales."""
 
 _CODE = {"exp_avg": state_codes.SIGNED, "exp_avg_sq": state_codes.UNSIGNED}
-_Starts = tuple[int, ...]
 
 
 class _Table(Table):
@@ -40,33 +37,20 @@ class _Table(Table):
 
     row_words = 10
 
-    def __init__(self, starts: _Starts, *args: Any) -> None:
-        self.starts = starts
-        super().__init__(*args)
-
-    def _sort_into_launches(self, has_kernel: Callable[[Tensor], bool]) -> None:
-        launches: dict[Any, Launch] = {}
-        for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
-            low = None if self.low_precision is None else self.low_precision[i]
-            moments = [state["exp_avg"], state["exp_avg_sq"]]
-            coded = moments[0].dtype is torch.uint8
-            floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
-            fits = has_kernel(param) and all(fits_kernel(t, param.device) for t in floats)
-            if not fits or not (coded or moments[0].dtype is torch.float32):
-                self.others.append(i)
-                continue
-            codes = native.DTYPE_CODES
-            kinds = (codes[param.dtype], codes[grad.dtype], CODES if coded else 0)
-            storage = (*kinds, 0 if low is None else codes[low.dtype])
-            launch = launches.setdefault((param.device, storage), Launch(storage, param.device))
-            launch.indices.append(i)
-            scales = [state[name + SCALE].data_ptr() for name in _CODE] if coded else [0, 0]
-            low_address = 0 if low is None else low.data_ptr()
-            row = (param.data_ptr(), grad.data_ptr(), *[m.data_ptr() for m in moments], *scales)
-            launch.words.extend((*row, low_address, state["step"].data_ptr(), param.numel(), self.starts[i]))
-        self.launches = list(launches.values())
-        for launch in self.launches:
-            launch.pointer = launch.words.buffer_info()[0]
+    def _row(
+        self, i: int, param: Tensor, grad: Tensor, state: dict[str, Any], low: Tensor | None
+    ) -> tuple[int, Sequence[int]] | None:
+        moments = [state[name] for name in _CODE]
+        coded = moments[0].dtype is torch.uint8
+        floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
+        fits = all(fits_kernel(tensor, param.device) for tensor in floats)
+        if not fits or not (coded or moments[0].dtype is torch.float32):
+            return None
+        scales = [state[name + SCALE].data_ptr() for name in _CODE] if coded else [0, 0]
+        row = (param.data_ptr(), grad.data_ptr(), *[m.data_ptr() for m in moments], *scales)
+        low_address = 0 if low is None else low.data_ptr()
+        ends = (low_address, state["step"].data_ptr(), param.numel(), self.starts[i])
+        return CODES if coded else 0, (*row, *ends)
 
 
 class CompactAdam(MultiTensorAdam):
@@ -105,6 +89,9 @@ class CompactAdam(MultiTensorAdam):
     def update_traits(self) -> UpdateTraits:  # type: ignore[override]  # of the instance, not of the class
         coded = tuple(_CODE) if self.state_bits == 8 else ()
         return UpdateTraits(elementwise=True, grain=state_codes.BLOCK, coded=coded, positions=True)
+
+    kernel_name, table_class = "ds_compact_adam", _Table
+    kernel_switches = (*MultiTensorAdam.kernel_switches, "stochastic_rounding")
 
     # ---- state ---------------------------------------------------------------------------------------------
 
@@ -163,87 +150,34 @@ class CompactAdam(MultiTensorAdam):
 
     # ---- step ----------------------------------------------------------------------------------------------
 
-    def multi_tensor_step(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        *args: Any,
-        starts: Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._starts = tuple(starts) if starts is not None else (0,) * len(params)
-        super().multi_tensor_step(group, params, *args, **kwargs)
-
-    def _make_table(self, *args: Any) -> Table:
-        return _Table(self._starts, *args)
-
     def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         from deepspeed.ops.gpu import compact_adam  # imports Triton
 
         compact_adam.step(launch, steps, group, decoupled=group[self.decoupled_key], grad_scale=grad_scale)
 
-    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
-        beta1, beta2 = group["betas"]
-        lib.ds_compact_adam(
-            *launch.arguments(),
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            grad_scale,
-            group["bias_correction"],
-            group[self.decoupled_key],
-            group["stochastic_rounding"],
-            torch.get_num_threads(),
-        )
-
     @torch.no_grad()
     def _update_in_torch(self, table: Table, group: Group, grad_scale: float) -> None:
-        assert isinstance(table, _Table)
-        lows = table.low_precision
+        """Update tensors one by one. Reference implementation: the kernel's operations in the same order."""
         for i, step in zip(table.others, table.count_steps(table.others), strict=True):
-            low = None if lows is None else lows[i]
-            self._update_one(
-                group,
-                table.params[i],
-                table.grads[i],
-                table.states[i],
-                low,
-                step,
-                table.starts[i],
-                grad_scale,
-            )
-
-    def _update_one(
-        self,
-        group: Group,
-        param: Tensor,
-        grad: Tensor,
-        state: dict[str, Any],
-        low: Tensor | None,
-        step: int,
-        start: int,
-        grad_scale: float,
-    ) -> None:
-        """Update one tensor. Reference implementation: the kernel's operations in the same order."""
-        wide, scaled, coded = param.detach().float(), grad.float() * grad_scale, self.state_bits == 8
-        moments = [[kept] for kept in (self._kept(state, group) if coded else [state[n] for n in _CODE])]
-        updated = [wide.clone()]
-        self._torch_update(group, updated, [scaled], moments, [step], kept=coded)
-        if coded:
-            dither = state_codes.OF_CODES.dither(step, start, wide)
-            new = (moments[0][0], _root(moments[1][0]))
-            for (name, code), value in zip(_CODE.items(), new, strict=True):
-                codes, scales = state_codes.encode(code, value, dither)
-                state[name].copy_(codes)
-                state[name + SCALE].copy_(scales)
-        result = updated[0]
-        if group["stochastic_rounding"] and param.dtype is torch.bfloat16:
-            result = state_codes.round_randomly(result, state_codes.OF_PARAMS.dither(step, start, wide))
-        param.detach().copy_(result)
-        if low is not None:
-            low.copy_(updated[0].view(low.shape))
+            param, state, start = table.params[i].detach(), table.states[i], table.starts[i]
+            wide, scaled, coded = param.float(), table.grads[i].float() * grad_scale, self.state_bits == 8
+            moments = [[kept] for kept in (self._kept(state, group) if coded else [state[n] for n in _CODE])]
+            updated = [wide.clone()]
+            self._torch_update(group, updated, [scaled], moments, [step], kept=coded)
+            if coded:
+                dither = state_codes.OF_CODES.dither(step, start, wide)
+                new = (moments[0][0], _root(moments[1][0]))
+                for (name, code), value in zip(_CODE.items(), new, strict=True):
+                    codes, scales = state_codes.encode(code, value, dither)
+                    state[name].copy_(codes)
+                    state[name + SCALE].copy_(scales)
+            result = updated[0]
+            if group["stochastic_rounding"] and param.dtype is torch.bfloat16:
+                result = state_codes.round_randomly(result, state_codes.OF_PARAMS.dither(step, start, wide))
+            param.copy_(result)
+            low = None if table.low_precision is None else table.low_precision[i]
+            if low is not None:
+                low.copy_(updated[0].view(low.shape))
 
     @staticmethod
     def _kept(state: dict[str, Any], group: Group) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.multi_tensor import refuse, result_of
 from deepspeed.ops.update import Group, corrections
 
@@ -24,6 +24,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
     16-bit parameters. `amsgrad` is in the signature but not available.
     """
 
+    kernel_switches = ("bias_correction", "adamw_mode")
     decoupled_key = "adamw_mode"
     _ids = itertools.count()
 
@@ -40,24 +41,13 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         refuse("DeepSpeedCPUAdam", amsgrad=amsgrad)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "adamw_mode": bool(adamw_mode),
-            "fp32_optimizer_states": fp32_optimizer_states,
-        }
-        super().__init__(model_params, defaults)
+        defaults = adam_defaults(
+            lr, bias_correction, betas, eps, weight_decay, adamw_mode, self.decoupled_key
+        )
+        extra = {"amsgrad": amsgrad, "fp32_optimizer_states": fp32_optimizer_states}
+        super().__init__(model_params, {**defaults, **extra})
         self.adam_w_mode = adamw_mode
         self.opt_id = next(DeepSpeedCPUAdam._ids)
-
-    @property
-    def fp32_optimizer_states(self) -> bool:
-        """True: the moments are fp32, regardless of the parameters' dtype."""
-        return self.defaults["fp32_optimizer_states"]
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,7 +6,6 @@ Decoupled Weight Decay Regularization (ICLR 2019). All constants are computed in
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ def adam_defaults(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    adam_w_mode: bool = True,
+    decoupled: bool = True,
+    decoupled_key: str = "adam_w_mode",
 ) -> dict[str, Any]:
     """Return the hyperparameters of a group for `torch.optim.Optimizer`."""
     return {
@@ -41,7 +41,7 @@ def adam_defaults(
         "betas": betas,
         "eps": eps,
         "weight_decay": weight_decay,
-        "adam_w_mode": bool(adam_w_mode),
+        decoupled_key: bool(decoupled),
     }
 
 
@@ -50,22 +50,9 @@ class MultiTensorAdam(MultiTensorOptimizer):
     whether weight decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""
 
     state_names = ("exp_avg", "exp_avg_sq")
+    kernel_name, kernel_factors = "ds_adam", ("lr", "betas", "eps", "weight_decay")
+    kernel_switches = ("bias_correction", "adam_w_mode")
     decoupled_key = "adam_w_mode"
-
-    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
-        beta1, beta2 = group["betas"]
-        lib.ds_adam(
-            *launch.arguments(),
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            grad_scale,
-            group["bias_correction"],
-            group[self.decoupled_key],
-            torch.get_num_threads(),
-        )
 
     def _has_kernel(self, param: Tensor) -> bool:
         if param.is_cpu:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from deepspeed.ops import native
 from deepspeed.ops.multi_tensor import Launch
-from deepspeed.ops.segment_blocks import Round, rounds
+from deepspeed.ops.segment_blocks import rounds
 from deepspeed.ops.update import Group, corrections
 
 BLOCK = 4096  # elements per program
@@ -74,34 +74,29 @@ def _adam_kernel(
 
 def step(launch: Launch, steps: list[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
     """Update all segments of `launch` once; `steps[i]` is the step count of segment i."""
-    for each in rounds(launch, steps, BLOCK, native.SEGMENT_WORDS - 1):
-        _run(launch, each, group, decoupled, grad_scale)
-
-
-def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale: float) -> None:
-    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
-    step_size, inv_correction2 = corrections(group, part.steps)
-    storage = launch.storage
-    with torch.cuda.device_of(part.segments):
-        _adam_kernel[(len(part.blocks),)](
-            part.segments,
-            part.blocks,
-            float(grad_scale),
-            float(beta1),
-            1.0 - beta1,
-            float(beta2),
-            1.0 - beta2,
-            float(group["eps"]),
-            1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
-            float(weight_decay),
-            step_size,
-            inv_correction2,
-            DECOUPLED=bool(decoupled or weight_decay == 0),
-            PARAM=_DTYPES[storage.param],
-            GRAD=_DTYPES[storage.grad],
-            STATE=_DTYPES[storage.state],
-            LOW=_DTYPES[storage.low_precision],
-            BLOCK=BLOCK,
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+    (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
+    for part in rounds(launch, steps, BLOCK, native.SEGMENT_WORDS - 1):
+        step_size, inv_correction2 = corrections(group, part.steps)
+        with torch.cuda.device_of(part.segments):
+            _adam_kernel[(len(part.blocks),)](
+                part.segments,
+                part.blocks,
+                float(grad_scale),
+                float(beta1),
+                1.0 - beta1,
+                float(beta2),
+                1.0 - beta2,
+                float(group["eps"]),
+                1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
+                float(weight_decay),
+                step_size,
+                inv_correction2,
+                DECOUPLED=bool(decoupled or weight_decay == 0),
+                PARAM=_DTYPES[storage.param],
+                GRAD=_DTYPES[storage.grad],
+                STATE=_DTYPES[storage.state],
+                LOW=_DTYPES[storage.low_precision],
+                BLOCK=BLOCK,
+                num_warps=8,
+                enable_fp_fusion=False,
+            )

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from deepspeed.ops import native
@@ -29,6 +29,8 @@ _PIECE = 1 << 30  # Linux moves less than 2 GiB per call
 
 @dataclass(frozen=True, slots=True)
 class AioOptions:
+    """Options of `aio_handle`, in the order of ``struct ds_aio_options``."""
+
     block_size: int = 1 << 20
     queue_depth: int = 128
     single_submit: bool = False
@@ -78,11 +80,9 @@ def make_engine(options: AioOptions) -> AioEngine:
 
 
 class _Options(ctypes.Structure):
-    _fields_ = [
-        ("block_size", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("queue_depth", "single_submit", "overlap_events")),
-        *((name, ctypes.c_int32) for name in ("parallelism", "transport")),
-    ]
+    _fields_ = native.fields(
+        "", "block_size", "", "queue_depth single_submit overlap_events parallelism transport"
+    )
 
 
 @functools.cache
@@ -106,14 +106,7 @@ class NativeEngine:
     """C++ worker threads (`csrc/aio`), one per degree of parallelism, each with its own kernel queue."""
 
     def __init__(self, lib: ctypes.CDLL, options: AioOptions, transport: int) -> None:
-        fields = _Options(
-            options.block_size,
-            options.queue_depth,
-            options.single_submit,
-            options.overlap_events,
-            options.intra_op_parallelism,
-            transport,
-        )
+        fields = _Options(*astuple(options), transport)
         status = ctypes.c_int32()
         self._lib = lib
         self._engine: int | None = lib.ds_aio_open(ctypes.byref(fields), ctypes.byref(status))
@@ -158,11 +151,7 @@ class PythonEngine:
             self._check(write, path, offset + nbytes)
         except OSError as error:
             raise AioFailure(error.errno or errno.EIO, offset) from None
-        memory = (
-            memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            if nbytes
-            else memoryview(b"")
-        )
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address) if nbytes else b"").cast("B")
         step = max(-(-nbytes // self._parts), 1)
         self._futures[self._tickets] = [
             self._pool.submit(_move, write, path, memory[at : at + step], offset + at)

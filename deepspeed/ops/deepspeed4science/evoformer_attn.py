@@ -9,13 +9,15 @@ sequences are never materialized at once: forward saves the log-sum-exp of each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.gpu import usable
 
+Biases: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""The biases per key and per pair of tokens, or their gradients."""
 _CHUNK = 1 << 22
 """Maximum number of scores at a time (16 MiB in fp32), but at least those of one sequence."""
 
@@ -32,7 +34,7 @@ class EvoformerFusedAttention(torch.autograd.Function):
 
             out, lse = gpu.forward(q, k, v, bias1, bias2)
         else:
-            out, lse = _forward(q, k, v, bias1, bias2)
+            out, lse = _forward(q, k, v, (bias1, bias2))
         ctx.save_for_backward(q, k, v, out, lse, bias1, bias2)
         return out
 
@@ -46,13 +48,11 @@ class EvoformerFusedAttention(torch.autograd.Function):
         return attention_bwd(grads[0], q, k, v, out, lse, bias1, bias2, *wanted)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=_wide(q))
     for at, chunk in _chunks(q, k):
-        scores = _scores(q, k, bias1, bias2, at, chunk)
+        scores = _scores(q, k, biases, at, chunk)
         lse[at, chunk] = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
         out[at, chunk] = (weights @ _heads(v, at, chunk)).transpose(1, 2).to(out.dtype)
@@ -80,7 +80,7 @@ def attention_bwd(
         bias1_grad, bias2_grad: zeros in the shapes of the biases, in fp32 (fp64 for such inputs), to which gradients
             are added; None: not needed.
     """
-    arguments = (dO, Q, K, V, O, lse, bias1, bias2, bias1_grad, bias2_grad)
+    arguments = (dO, (Q, K, V), O, lse, (bias1, bias2), (bias1_grad, bias2_grad))
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (dO, Q, K, V, O))
     if not recorded and _in_kernel(Q, K, V, bias1, bias2):
         from deepspeed.ops.gpu import evoformer_attention as gpu
@@ -97,20 +97,17 @@ def attention_bwd(
 
 def _backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    bias1_grad: Tensor | None,
-    bias2_grad: Tensor | None,
+    biases: Biases,
+    bias_grads: Biases,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
     for at, chunk in _chunks(q, k):
-        scores = _scores(q, k, bias1, bias2, at, chunk)
+        scores = _scores(q, k, biases, at, chunk)
         weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
         grad_out = _heads(grad, at, chunk)
         delta = (grad_out * _heads(out, at, chunk)).sum(-1, keepdim=True)
@@ -118,10 +115,10 @@ def _backward(
         dv[at, chunk] = (weights.mT @ grad_out).transpose(1, 2).to(dv.dtype)
         dq[at, chunk] = (dscores @ _heads(k, at, chunk) * scale).transpose(1, 2).to(dq.dtype)
         dk[at, chunk] = (dscores.mT @ _heads(q, at, chunk) * scale).transpose(1, 2).to(dk.dtype)
-        if bias1_grad is not None:
-            bias1_grad[at, chunk] += dscores.sum((1, 2))[:, None, None]
-        if bias2_grad is not None:
-            bias2_grad[at, 0] += dscores.sum(0)
+        if bias_grads[0] is not None:
+            bias_grads[0][at, chunk] += dscores.sum((1, 2))[:, None, None]
+        if bias_grads[1] is not None:
+            bias_grads[1][at, 0] += dscores.sum(0)
     return dq, dk, dv
 
 
@@ -177,10 +174,9 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
             yield at, slice(start, start + size)
 
 
-def _scores(
-    q: Tensor, k: Tensor, bias1: Tensor | None, bias2: Tensor | None, at: int, chunk: slice
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, biases: Biases, at: int, chunk: slice) -> Tensor:
     """Return the scores [sequences, heads, queries, keys] of a chunk."""
+    bias1, bias2 = biases
     scores = (_heads(q, at, chunk) * q.shape[-1] ** -0.5) @ _heads(k, at, chunk).mT
     if bias1 is not None:
         scores += bias1[at, chunk]

@@ -99,25 +99,32 @@ class _NativeCodec(Codec):
     block: int
     seed: int | None
 
+    def _encode(self, payloads: Tensor, values: Tensor, errors: Tensor | None) -> bool:
+        """Encode by a kernel. Returns False, without effect, if there is none for these tensors; so does `_decode`."""
+        return native.encode(payloads, values, self.codes, self.block, errors, self.seed)
+
+    def _decode(self, payloads: Tensor, values: Tensor, *, total: bool = False) -> bool:
+        return native.decode(payloads, values, self.codes, self.block, total=total)
+
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         if values.is_cpu or values.is_cuda:
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
             payloads = torch.empty(shape, dtype=torch.uint8, device=values.device)
-            if native.encode(payloads, values.contiguous(), self.codes, self.block, errors, self.seed):
+            if self._encode(payloads, values.contiguous(), errors):
                 return payloads
         return super().encode(values, errors)
 
     def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         if payloads.is_cpu or payloads.is_cuda:
             values = _floats(payloads, *payloads.shape[:-1], numel) if out is None else out
-            if native.decode(payloads.contiguous(), values, self.codes, self.block):
+            if self._decode(payloads.contiguous(), values):
                 return values
         return super().decode(payloads, numel, out)
 
     def total(self, payloads: Tensor, numel: int) -> Tensor:
         if payloads.is_cpu or payloads.is_cuda:
             values = _floats(payloads, numel)
-            if native.decode(payloads.contiguous(), values, self.codes, self.block, total=True):
+            if self._decode(payloads.contiguous(), values, total=True):
                 return values
         return super().total(payloads, numel)
 
@@ -260,7 +267,7 @@ class RootCodec(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class TopCodec(Codec):
+class TopCodec(_NativeCodec):
     """The ``share`` of elements with the largest magnitudes, unquantized, with their indices in ascending order (A. F.
     Aji, K. Heafield 2017, Sparse communication for distributed gradient descent). The rest is zero, left to error
     feedback. Ties go to the lowest index; a NaN counts as larger than all numbers."""
@@ -292,27 +299,11 @@ class TopCodec(Codec):
         wide = chosen.contiguous().view(torch.float32)
         return result.scatter_(-1, places.contiguous().view(torch.int32).long(), wide)
 
-    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
-        count = self._count(values.shape[-1])
-        if values.is_cpu:
-            payloads = torch.empty((*values.shape[:-1], 8 * count), dtype=torch.uint8)
-            if native.encode_largest(payloads, values.contiguous(), count, errors):
-                return payloads
-        return Codec.encode(self, values, errors)
+    def _encode(self, payloads: Tensor, values: Tensor, errors: Tensor | None) -> bool:
+        return native.encode_largest(payloads, values, self._count(values.shape[-1]), errors)
 
-    def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if payloads.is_cpu:
-            values = _floats(payloads, *payloads.shape[:-1], numel) if out is None else out
-            if native.decode_largest(payloads.contiguous(), values, self._count(numel)):
-                return values
-        return Codec.decode(self, payloads, numel, out)
-
-    def total(self, payloads: Tensor, numel: int) -> Tensor:
-        if payloads.is_cpu:
-            values = _floats(payloads, numel)
-            if native.decode_largest(payloads.contiguous(), values, self._count(numel), total=True):
-                return values
-        return Codec.total(self, payloads, numel)
+    def _decode(self, payloads: Tensor, values: Tensor, *, total: bool = False) -> bool:
+        return native.decode_largest(payloads, values, self._count(values.shape[-1]), total=total)
 
 
 CODECS: dict[str, Callable[[float], Codec]] = {

@@ -15,13 +15,7 @@ class Payloads(ctypes.Structure):
     """The C struct `ds_payloads`."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-        ("codes", ctypes.c_int32),
-        ("rounding", ctypes.c_int32),
+        *native.fields("data", "rows stride numel block", "", "codes rounding"),
         ("seed", ctypes.c_uint32),
     ]
 
@@ -54,7 +48,7 @@ def encode(
         ctypes.byref(described),
         values.data_ptr(),
         native.DTYPE_CODES[values.dtype],
-        None if errors is None else errors.data_ptr(),
+        native.address(errors),
         torch.get_num_threads(),
     )
     return True
@@ -83,19 +77,10 @@ def encode_largest(payloads: Tensor, values: Tensor, count: int, errors: Tensor 
     lib = native.library()
     if lib is None or not values.numel() or not _can_encode(payloads, values, errors):
         return False
-    numel = values.shape[-1]
-    return bool(
-        lib.ds_encode_largest(
-            payloads.data_ptr(),
-            values.numel() // numel,
-            numel,
-            count,
-            values.data_ptr(),
-            native.DTYPE_CODES[values.dtype],
-            None if errors is None else errors.data_ptr(),
-            torch.get_num_threads(),
-        )
-    )
+    numel, code = values.shape[-1], native.DTYPE_CODES[values.dtype]
+    target = (payloads.data_ptr(), values.numel() // numel, numel, count)
+    source = (values.data_ptr(), code, native.address(errors))
+    return bool(lib.ds_encode_largest(*target, *source, torch.get_num_threads()))
 
 
 def decode_largest(payloads: Tensor, values: Tensor, count: int, *, total: bool = False) -> bool:

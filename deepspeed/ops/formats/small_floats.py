@@ -71,6 +71,12 @@ class Format:
         return torch.ldexp(significand.double(), exponent.clamp(min=1) - self.bias - self.mantissa)
 
 
+class _Groups(ctypes.Structure):
+    """The C struct ``ds_float_groups``."""
+
+    _fields_ = native.fields("codes scales", "stride scale_stride numel group", "", "bits")
+
+
 FORMATS = {4: Format(2, 1, 8), 6: Format(3, 2, 32), 8: Format(4, 3, 127), 12: Format(7, 4, 2048)}
 """Formats by number of bits."""
 
@@ -110,7 +116,7 @@ class FloatGroups:
                 kernels.decode(packed, scale, out, self.size, *self._constants[:3])
                 return out
         codes, scales = self._parts(packed, scale)
-        if not _decode_on_host(out, codes, scales, self.size, self.form.bits):
+        if not self._run_on_host("ds_decode_floats", out, codes, scales):
             out.copy_(self._values(codes, scales).flatten()[: out.numel()].view(out.shape))
         return out
 
@@ -130,16 +136,35 @@ class FloatGroups:
         return kernels.encode(values, self.size, *self._constants, seed=seed)
 
     def _encode_on_host(self, values: Tensor, separate_scales: bool) -> tuple[Tensor, Tensor] | None:
-        """Encode on the host like ``encode``; None: there is no kernel."""
+        """Encode on the host like ``encode``; None: there is no kernel, or a value is not finite."""
         if not native.is_native(values):
             return None
         groups, width = -(-values.numel() // self.size), self.width
         rows = torch.empty(groups, width if separate_scales else width + _SCALE_BYTES, dtype=torch.uint8)
         scale = torch.empty(groups, 1)
         scales = scale.view(torch.uint8) if separate_scales else rows[:, width:]
-        if not _encode_on_host(values, rows[:, :width], scales, self.size, self.form.bits):
+        if not self._run_on_host("ds_encode_floats", values, rows[:, :width], scales):
             return None
         return rows, scale if separate_scales else scales.contiguous().view(torch.float32)
+
+    def _run_on_host(self, kernel: str, values: Tensor, codes: Tensor, scales: Tensor) -> bool:
+        """Run a native kernel on ``values``, which may be shorter than all groups, ``codes`` [groups, bytes] and
+        ``scales`` [groups, 4], uint8, with rows of any stride. Returns False, with undefined contents, if it does not
+        support them."""
+        lib = native.library()
+        if lib is None or not native.is_native(values) or sys.byteorder != "little":
+            return False
+        if codes.shape[0] * self.size < values.numel():
+            return False
+        for bytes_ in (codes, scales):
+            if bytes_.device.type != "cpu" or bytes_.dtype is not torch.uint8 or bytes_.stride(-1) != 1:
+                return False
+        strides = codes.stride(0), scales.stride(0)
+        groups = _Groups(
+            codes.data_ptr(), scales.data_ptr(), *strides, values.numel(), self.size, self.form.bits
+        )
+        code, threads = native.DTYPE_CODES[values.dtype], torch.get_num_threads()
+        return not getattr(lib, kernel)(ctypes.byref(groups), values.data_ptr(), code, threads)
 
     def _encode_in_torch(self, values: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
         flat = values.reshape(-1).to(torch.float32)
@@ -166,48 +191,3 @@ class FloatGroups:
         if self.form.bits == 8:
             return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
         return self.form.table(codes.device)[unpack_bits(codes, self.form.bits).int()].mul_(scale)
-
-
-class _Groups(ctypes.Structure):
-    """The C struct ``ds_float_groups``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
-        *((name, ctypes.c_int64) for name in ("stride", "scale_stride", "numel", "group")),
-        ("bits", ctypes.c_int32),
-    ]
-
-
-def _library(values: Tensor, codes: Tensor, scales: Tensor) -> ctypes.CDLL | None:
-    """Return the native library; None if its kernels do not support these tensors."""
-    rows = all(
-        t.device.type == "cpu" and t.dtype is torch.uint8 and t.stride(-1) == 1 for t in (codes, scales)
-    )
-    return native.library() if rows and native.is_native(values) and sys.byteorder == "little" else None
-
-
-def _encode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
-    """Write ``codes`` [groups, bytes] and ``scales`` [groups, 4], uint8, with rows of any stride. Returns False, with
-    undefined contents, if the kernels do not support them or a value is not finite."""
-    lib = _library(values, codes, scales)
-    if lib is None:
-        return False
-    groups = _groups(codes, scales, values.numel(), group, bits)
-    code = native.DTYPE_CODES[values.dtype]
-    return not lib.ds_encode_floats(ctypes.byref(groups), values.data_ptr(), code, torch.get_num_threads())
-
-
-def _decode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
-    """Write ``values``, which may be shorter than all groups. Returns False if the kernels do not support them."""
-    lib = _library(values, codes, scales)
-    if lib is None or codes.shape[0] * group < values.numel():
-        return False
-    groups = _groups(codes, scales, values.numel(), group, bits)
-    code = native.DTYPE_CODES[values.dtype]
-    lib.ds_decode_floats(ctypes.byref(groups), values.data_ptr(), code, torch.get_num_threads())
-    return True
-
-
-def _groups(codes: Tensor, scales: Tensor, numel: int, group: int, bits: int) -> _Groups:
-    addresses = codes.data_ptr(), scales.data_ptr()
-    return _Groups(*addresses, codes.stride(0), scales.stride(0), numel, group, bits)

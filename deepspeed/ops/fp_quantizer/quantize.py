@@ -194,11 +194,4 @@ def matmul_fp8(
             f"quantization_group_size={quantization_group_size}, but the quantizer has "
             f"group_size={quantizer.group_size}"
         )
-    return matmul_fp8_fallback(inp, weight, scale, quantization_group_size, quantizer)
-
-
-def matmul_fp8_fallback(
-    inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
-) -> Tensor:
-    """Compute the same by dequantizing the matrix."""
     return torch.matmul(inp, quantizer.dequantize(weight, scale=scale))

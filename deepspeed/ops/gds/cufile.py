@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.ops import native
 from deepspeed.ops.aio.engine import AioFailure, AioOptions
 
 NAME = "libcufile.so.0"
@@ -58,9 +59,7 @@ def library() -> ctypes.CDLL | None:
         "cuFileRead": (ctypes.c_ssize_t, (pointer, pointer, size, offset, offset)),
         "cuFileWrite": (ctypes.c_ssize_t, (pointer, pointer, size, offset, offset)),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+    native.declare(lib, signatures)
     return lib
 
 
@@ -79,10 +78,6 @@ def register(lib: Any, address: int, nbytes: int) -> None:
     code = lib.cuFileBufRegister(address, nbytes, 0).error
     if code:
         raise OSError(_ERRNO.get(code, errno.ENOMEM), f"cuFile cannot pin {nbytes} bytes (error {code})")
-
-
-def deregister(lib: Any, address: int) -> None:
-    lib.cuFileBufDeregister(address)
 
 
 class CuFileEngine:
@@ -159,11 +154,8 @@ class _File:
             offset = self._offset + begin + done
             moved = call(self._handle, address, nbytes - done, offset, begin + done)
             if moved < 0:
-                raise (
-                    AioFailure(ctypes.get_errno() or errno.EIO, offset)
-                    if moved == -1
-                    else _failure(-moved, offset)
-                )
+                own = moved != -1  # an error of cuFile, else of the system
+                raise _failure(-moved, offset) if own else AioFailure(ctypes.get_errno() or errno.EIO, offset)
             if moved == 0:
                 raise AioFailure(errno.EIO if self._write else errno.ENODATA, offset)
             done += moved

@@ -77,7 +77,7 @@ class gds_handle(aio_handle):  # documented name
         """Deregister a tensor's memory. False if it was not pinned by this handle."""
         if self._registered.pop(tensor.data_ptr(), None) is None:
             return False
-        cufile.deregister(self._cufile, tensor.data_ptr())
+        self._cufile.cuFileBufDeregister(tensor.data_ptr())
         return True
 
     def is_pinned(self, buffer: Tensor) -> bool:

@@ -26,9 +26,11 @@ from deepspeed.ops.gpu.block_sparse_steps import list_of, listed, loaded, own, r
 from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
+    backward_tile,
     contiguous,
     finished,
     finite,
+    forward_tile,
     joined,
     power_of_two,
     scores_gradient,
@@ -336,10 +338,8 @@ class BlockSparseAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse, *masks = ctx.saved_tensors
         layout, causal, scale = ctx.rest
-        wanted = bool(ctx.needs_input_grad[3])
-        found = backward(
-            grads[0].contiguous(), q, k, v, out, lse, layout, Added(*masks, causal), scale, wanted
-        )
+        added, wanted = Added(*masks, causal), bool(ctx.needs_input_grad[3])
+        found = backward(grads[0].contiguous(), (q, k, v), out, lse, layout, added, scale, wanted)
         return *found, None, None, None
 
 
@@ -349,7 +349,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and log-sum-exp [batch, heads, tokens] in base 2."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    tile = forward_tile(q, layout.block)
+    tile = forward_tile(q, power_of_two(layout.block))
     lists = layout.rows
     _forward[_programs(q, layout, tile)](
         *(q, k, v, out, lse, *lists[:3], *_pointers(added)),
@@ -363,9 +363,7 @@ def forward(
 @where_tensors_are
 def backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
     layout: BlockLayout,
@@ -374,9 +372,10 @@ def backward(
     positions_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and positions."""
+    q, k, v = qkv
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    tile = backward_tile(q, layout.block)
+    tile = backward_tile(q, power_of_two(layout.block))
     sizes = (scale * LOG2E, q.shape[1], q.shape[2], q.shape[2] // layout.block)
     pointers = _pointers(added)
     constants = {**_constants(q, layout, added, tile), **tile.options}
@@ -415,27 +414,6 @@ def _sum_positions_gradient(
             **tile.options,
         )
     return found.to(positions.dtype)
-
-
-def forward_tile(q: Tensor, block: int) -> Tile:
-    """Choose a tile by the compiler's register and shared-memory counts; not timed yet."""
-    size, rows = power_of_two(q.shape[-1]), power_of_two(block)
-    if q.dtype is torch.float32:
-        return Tile(min(rows, 32), 32, 4, 1) if size <= 64 else Tile(min(rows, 32), 16, 8, 1)
-    if size > 128:
-        return Tile(min(rows, 64), 32, 4, 2)
-    if rows >= 128:
-        return Tile(128, 64, 8, 2)
-    return Tile(rows, 64, 4 if rows > 16 else 2, 2)
-
-
-def backward_tile(q: Tensor, block: int) -> Tile:
-    size, rows = power_of_two(q.shape[-1]), power_of_two(block)
-    if q.dtype is torch.float32:
-        return Tile(min(rows, 32), 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
-    if size > 128:
-        return Tile(min(rows, 32), 32, 4, 1)
-    return Tile(min(rows, 64), 64 if size <= 64 else 32, 4, 2)
 
 
 def _programs(q: Tensor, layout: BlockLayout, tile: Tile) -> tuple[int]:

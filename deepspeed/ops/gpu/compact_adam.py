@@ -17,8 +17,9 @@ import triton.language as tl
 
 from deepspeed.ops import native
 from deepspeed.ops.formats import blockwise as state_codes
+from deepspeed.ops.gpu.dropout import signed
 from deepspeed.ops.multi_tensor import Launch
-from deepspeed.ops.segment_blocks import Round, rounds
+from deepspeed.ops.segment_blocks import rounds
 from deepspeed.ops.update import Group, corrections
 
 WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
@@ -195,48 +196,39 @@ def _compact_kernel(
     tl.store(low.to(tl.pointer_type(LOW)) + at, p.to(LOW), mask=at < tl.where(low != 0, numel, 0))
 
 
-def _signed(number: int) -> int:
-    """Return the lowest 32 bits as a signed integer, as the kernel's argument type requires."""
-    return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
-
-
 def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
     """Update all segments of ``launch`` once; ``steps[i]`` is the step count of segment i."""
-    for each in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
-        _run(launch, each, group, decoupled, grad_scale)
-
-
-def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
-    step_size, inv_correction2 = corrections(group, part.steps)
-    codes_offset, params_offset = (
-        _signed(part.steps * sequence.update) for sequence in (state_codes.OF_CODES, state_codes.OF_PARAMS)
-    )
-    with torch.cuda.device_of(part.segments):
-        _compact_kernel[(len(part.blocks),)](
-            part.segments,
-            part.blocks,
-            codes_offset,
-            params_offset,
-            float(grad_scale),
-            float(beta1),
-            1.0 - beta1,
-            float(beta2),
-            1.0 - beta2,
-            beta1 / state_codes.SIGNED.span,
-            math.sqrt(beta2) / state_codes.UNSIGNED.span,
-            float(group["eps"]),
-            1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
-            float(weight_decay),
-            step_size,
-            inv_correction2,
-            DECOUPLED=bool(decoupled or weight_decay == 0),
-            STOCHASTIC=bool(group["stochastic_rounding"]) and _TYPES[storage.param] is tl.bfloat16,
-            CODED=storage.state == _CODED,
-            PARAM=_TYPES[storage.param],
-            GRAD=_TYPES[storage.grad],
-            LOW=_TYPES[storage.low_precision],
-            BLOCKS=_BLOCKS,
-            num_warps=4,
-            enable_fp_fusion=False,
+    for part in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
+        step_size, inv_correction2 = corrections(group, part.steps)
+        codes_offset, params_offset = (
+            signed(part.steps * sequence.update) for sequence in (state_codes.OF_CODES, state_codes.OF_PARAMS)
         )
+        with torch.cuda.device_of(part.segments):
+            _compact_kernel[(len(part.blocks),)](
+                part.segments,
+                part.blocks,
+                codes_offset,
+                params_offset,
+                float(grad_scale),
+                float(beta1),
+                1.0 - beta1,
+                float(beta2),
+                1.0 - beta2,
+                beta1 / state_codes.SIGNED.span,
+                math.sqrt(beta2) / state_codes.UNSIGNED.span,
+                float(group["eps"]),
+                1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
+                float(weight_decay),
+                step_size,
+                inv_correction2,
+                DECOUPLED=bool(decoupled or weight_decay == 0),
+                STOCHASTIC=bool(group["stochastic_rounding"]) and _TYPES[storage.param] is tl.bfloat16,
+                CODED=storage.state == _CODED,
+                PARAM=_TYPES[storage.param],
+                GRAD=_TYPES[storage.grad],
+                LOW=_TYPES[storage.low_precision],
+                BLOCKS=_BLOCKS,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.gpu.types import FLOATS
-
 _BLOCK = 1024
 
 
@@ -39,11 +37,6 @@ def _dropout_kernel(x, residual, out, numel, seed_low, seed_high, limit, scale, 
     if residual is not None:
         value += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
-
-
-def supports(x: Tensor, residual: Tensor | None = None) -> bool:
-    """Return whether there is a kernel for these dtypes."""
-    return x.dtype in FLOATS and (residual is None or residual.dtype is x.dtype)
 
 
 def arguments(ratio: float, seed: int) -> tuple[int, int, int, float]:

@@ -12,7 +12,7 @@ Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Tri
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,10 +22,12 @@ from torch import Tensor
 from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
+    backward_tile,
     biased,
     contiguous,
     finished,
     finite,
+    forward_tile,
     joined,
     power_of_two,
     scores_gradient,
@@ -284,12 +286,6 @@ def _pairs_gradient(
     tl.store(grad_pair_bias + place, tl.load(grad_pair_bias + place, mask=mask, other=0.0) + found, mask=mask)
 
 
-class Gradients(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 @where_tensors_are
 def forward(
     q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, pair_bias: Tensor | None
@@ -311,31 +307,26 @@ def forward(
 @where_tensors_are
 def backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    key_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    grad_key_bias: Tensor | None,
-    grad_pair_bias: Tensor | None,
-) -> Gradients:
-    """Return the inputs' gradients; those of the biases are accumulated into the last two arguments, in fp32."""
-    grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
-    found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
+    biases: tuple[Tensor | None, Tensor | None],
+    bias_grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs' gradients; those of the biases are accumulated into ``bias_grads``, in fp32."""
+    grad, q, k, v, out, lse = (x.contiguous() for x in (grad, *qkv, out, lse))
+    grad_key_bias, grad_pair_bias = bias_grads
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
     tile = backward_tile(q)
-    rest = (contiguous(key_bias), contiguous(pair_bias), *_sizes(q, k))
+    rest = (*map(contiguous, biases), *_sizes(q, k))
     constants = {**_constants(q, tile), **tile.options}
-    _query_gradient[_programs(q, q.shape[2], tile)](
-        *(q, k, v, out, lse, grad, delta, found.query), *rest, **constants
-    )
+    _query_gradient[_programs(q, q.shape[2], tile)](*(q, k, v, out, lse, grad, delta, dq), *rest, **constants)
     by_head = None
     if grad_key_bias is not None:
         by_head = lse.new_empty((*lse.shape[:3], k.shape[2]))
     _key_gradients[_programs(q, k.shape[2], tile)](
-        *(q, k, v, lse, grad, delta, found.key, found.value, by_head), *rest, **constants
+        *(q, k, v, lse, grad, delta, dk, dv, by_head), *rest, **constants
     )
     if grad_key_bias is not None and by_head is not None:
         grad_key_bias += by_head.sum(2)[:, :, None, None]
@@ -347,24 +338,7 @@ def backward(
         )
         if sums is not grad_pair_bias:
             grad_pair_bias.copy_(sums)
-    return found
-
-
-def forward_tile(q: Tensor) -> Tile:
-    """Choose a tile by the compiler's register and shared-memory counts; not timed yet."""
-    size = power_of_two(q.shape[-1])
-    if q.dtype is torch.float32:
-        return Tile(32, 32, 4, 1) if size <= 64 else Tile(32, 16, 8, 1)
-    return Tile(64, 64 if size <= 128 else 32, 4, 2)
-
-
-def backward_tile(q: Tensor) -> Tile:
-    size = power_of_two(q.shape[-1])
-    if q.dtype is torch.float32:
-        return Tile(32, 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
-    if size > 128:
-        return Tile(32, 32, 4, 1)
-    return Tile(64, 64 if size <= 64 else 32, 4, 2)
+    return dq, dk, dv
 
 
 def _programs(q: Tensor, tokens: int, tile: Tile) -> tuple[int]:

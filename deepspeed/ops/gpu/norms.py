@@ -38,7 +38,6 @@ def _norm_kernel(
     factors,  # [rows] fp32, or None: 1 / deviation
     size,
     eps,
-    offset,  # added to the weight
     seed_low,
     seed_high,
     limit,
@@ -65,7 +64,7 @@ def _norm_kernel(
     factor = 1.0 / tl.sqrt(tl.sum(deviation * deviation, 0) / size + eps)
     result = deviation * factor
     if weight is not None:
-        result *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
+        result *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
@@ -89,7 +88,6 @@ def _backward_kernel(
     grad_bias,  # [programs, size] fp32, or None
     rows,
     size,
-    offset,
     seed_low,
     seed_high,
     limit,
@@ -100,7 +98,7 @@ def _backward_kernel(
     inside = column < size
     weights = tl.full((BLOCK,), 1.0, tl.float32)
     if weight is not None:
-        weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
+        weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     weight_sums = tl.zeros((BLOCK,), tl.float32)
     bias_sums = tl.zeros((BLOCK,), tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -138,20 +136,13 @@ def supports(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    centered: bool = False,
+    x: Tensor, weight: Tensor | None, *, residual: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x`` plus ``residual``, and its normalized rows times (weight + offset), plus bias. ``centered``: by mean
-    and deviation, else by the root mean square. Without gradients."""
+    """Return ``x`` plus ``residual``, and its rows divided by their root mean square, times the weight. Without
+    gradients."""
     x = x.contiguous()
     total = None if residual is None else torch.empty_like(x)
-    out, _, _ = _forward(x, residual, total, weight, bias, eps, offset, centered, None)
+    out, _, _ = _forward(x, residual, total, weight, None, eps, False, None)
     return (x if total is None else total), out
 
 
@@ -175,9 +166,8 @@ class AddedNorm(torch.autograd.Function):
         drops = (ratio, seed) if ratio > 0 else None
         x = x.contiguous()
         total = torch.empty_like(x)
-        out, means, factors = _forward(
-            x, residual, total, weight, bias, eps, 0.0, centered, drops, keeps=True
-        )
+        given = (x, residual, total, weight, bias)
+        out, means, factors = _forward(*given, eps, centered, drops, keeps=True)
         ctx.save_for_backward(total, weight, bias, means, factors)
         ctx.drops = drops
         ctx.set_materialize_grads(False)
@@ -210,7 +200,6 @@ class AddedNorm(torch.autograd.Function):
                 *sums,
                 rows,
                 size,
-                0.0,
                 *arguments(*(ctx.drops or (0.0, 0))),
                 BLOCK=triton.next_power_of_2(size),
                 num_warps=_warps(size),
@@ -234,7 +223,6 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    offset: float,
     centered: bool,
     drops: tuple[float, int] | None,
     *,
@@ -260,7 +248,6 @@ def _forward(
             factors,
             size,
             eps,
-            offset,
             *arguments(*(drops or (0.0, 0))),
             DROPS=drops is not None,
             CENTERED=centered,

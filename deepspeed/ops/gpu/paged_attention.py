@@ -294,7 +294,8 @@ class PagedPieces:
                 first = max(0, start + token - window + 1) if window else 0
                 cuts = [(first, end)]
                 if count <= each:
-                    cuts = [(max(first, at), min(end, at + SPLIT)) for at in _multiples(first, end, SPLIT)]
+                    starts = range(first // SPLIT * SPLIT, end, SPLIT)  # independent of the token
+                    cuts = [(max(first, at), min(end, at + SPLIT)) for at in starts]
                 if len(cuts) == 1:
                     items.append((piece, token, *cuts[0], -1, 1))
                     continue
@@ -307,11 +308,6 @@ class PagedPieces:
             torch.tensor(x, dtype=torch.int32).view(-1, n) for x, n in ((items, _ITEM.value), (joins, 4))
         ]
         return _Work(rows, *(x.to(self.device) for x in upload), parts)
-
-
-def _multiples(first: int, end: int, split: int) -> range:
-    """Return the starts of the parts: fixed positions, independent of the token."""
-    return range(first // split * split, end, split)
 
 
 @where_tensors_are

@@ -28,18 +28,14 @@ def _turned(
     size,
     pairs,
     eps,
-    INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return a head after its norm and rotation, fp32 [BLOCK], and write it in place."""
     column = tl.arange(0, BLOCK)
     inside, is_turned = column < size, column < 2 * pairs
-    if INTERLEAVED:
-        pair, other, is_first = column // 2, column ^ 1, column % 2 == 0
-    else:
-        is_first = column < pairs
-        pair = tl.where(is_first, column, column - pairs)
-        other = tl.where(is_first, column + pairs, column - pairs)
+    is_first = column < pairs
+    pair = tl.where(is_first, column, column - pairs)
+    other = tl.where(is_first, column + pairs, column - pairs)
     other = tl.where(is_turned, other, column)
     x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
@@ -75,7 +71,6 @@ def _rotary_kernel(
     block_size,
     pairs,
     eps,
-    INTERLEAVED: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):
@@ -86,12 +81,10 @@ def _rotary_kernel(
     angle = tl.load(positions + row) * pairs
     if head < heads:
         at = start + head * key_size
-        _turned(at, query_weight, cosines + angle, sines + angle, key_size, pairs, eps, INTERLEAVED, KEY)
+        _turned(at, query_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
     elif head < heads + kv_heads:
         key_at = start + head * key_size
-        key = _turned(
-            key_at, key_weight, cosines + angle, sines + angle, key_size, pairs, eps, INTERLEAVED, KEY
-        )
+        key = _turned(key_at, key_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
         column = tl.arange(0, KEY)
         place = ((block * kv_heads + head - heads) * key_size + column) * block_size + offset
         tl.store(keys + place, key.to(keys.dtype.element_ty), mask=column < key_size)
@@ -115,7 +108,6 @@ def rotate_and_store(
     pages: tuple[Tensor, Tensor],
     *,
     heads: int,
-    interleaved: bool = False,
     weights: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
 ) -> None:
@@ -151,7 +143,6 @@ def rotate_and_store(
             block_size,
             tables[0].shape[1],
             eps,
-            INTERLEAVED=interleaved,
             KEY=triton.next_power_of_2(key_size),
             VALUE=triton.next_power_of_2(values.shape[3]),
             num_warps=1,

@@ -100,6 +100,28 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << max(0, n - 1).bit_length())
 
 
+def forward_tile(q: torch.Tensor, rows: int = 64) -> Tile:
+    """Choose a tile of up to ``rows`` rows, a power of two, by the compiler's register and shared-memory counts; not
+    timed yet."""
+    size = power_of_two(q.shape[-1])
+    if q.dtype is torch.float32:
+        return Tile(min(rows, 32), 32, 4, 1) if size <= 64 else Tile(min(rows, 32), 16, 8, 1)
+    if size > 128:
+        return Tile(min(rows, 64), 32, 4, 2)
+    if rows >= 128:
+        return Tile(128, 64, 8, 2)
+    return Tile(rows, 64, 4 if rows > 16 else 2, 2)
+
+
+def backward_tile(q: torch.Tensor, rows: int = 64) -> Tile:
+    size = power_of_two(q.shape[-1])
+    if q.dtype is torch.float32:
+        return Tile(min(rows, 32), 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
+    if size > 128:
+        return Tile(min(rows, 32), 32, 4, 1)
+    return Tile(min(rows, 64), 64 if size <= 64 else 32, 4, 2)
+
+
 def supports(dtype: torch.dtype, *sizes: int) -> bool:
     """Return whether attention kernels support tensors of this dtype with these head sizes."""
     return dtype in FLOATS and all(0 < size <= 256 for size in sizes)

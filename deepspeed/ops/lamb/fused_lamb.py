@@ -7,7 +7,6 @@ fp64; if tensors are sharded over ranks, `UpdateContext.segment_sum` sums them o
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, Table, TensorBatch, foreach_sqrt, refuse
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer, Table, TensorBatch, foreach_sqrt, refuse
 from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 
 
@@ -107,9 +106,14 @@ class FusedLamb(MultiTensorOptimizer):
                 norm = math.sqrt(native.sum_of_squares(table.grads)) * grad_scale
             grad_scale *= min(1.0, group["max_grad_norm"] / (norm + 1e-6))
         sums = torch.zeros(len(table.params), 2, dtype=torch.float64)
-        lib = native.library()
+        lib: Any = native.library()  # not None where there are launches
+        factors = (*group["betas"], group["eps"], group["weight_decay"])
+        switches, threads = (group["bias_correction"], group["eps_inside_sqrt"]), torch.get_num_threads()
         for launch in table.launches:
-            sums[launch.indices] = self._native_moments(lib, launch, group, grad_scale)  # type: ignore[arg-type]
+            found = torch.empty(len(launch.indices), 2, dtype=torch.float64)
+            rest = (grad_scale, *switches, found.data_ptr(), threads)
+            lib.ds_lamb_moments(*launch.arguments(), *factors, *rest)
+            sums[launch.indices] = found
         others = _TorchLamb(table, self.state_names, group, grad_scale) if table.others else None
         if others is not None:
             sums[table.others] = others.sums().cpu()
@@ -118,7 +122,9 @@ class FusedLamb(MultiTensorOptimizer):
         ratios = self._trust_ratios(sums, group)
         self._coefficients.extend(ratios.tolist())
         for launch in table.launches:
-            self._native_apply(lib, launch, group, ratios[launch.indices])  # type: ignore[arg-type]
+            chosen = ratios[launch.indices]
+            rest = (*switches, chosen.data_ptr(), threads)
+            lib.ds_lamb_apply(*launch.arguments(), float(group["lr"]), *factors, *rest)
         if others is not None:
             others.apply(ratios[table.others].tolist())
 
@@ -127,36 +133,6 @@ class FusedLamb(MultiTensorOptimizer):
         param_norm, update_norm = sums.sqrt().unbind(1)
         ratio = (param_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((param_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
-
-    @staticmethod
-    def _native_moments(lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> Tensor:
-        sums = torch.empty(len(launch.indices), 2, dtype=torch.float64)
-        lib.ds_lamb_moments(
-            *launch.arguments(),
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            grad_scale,
-            group["bias_correction"],
-            group["eps_inside_sqrt"],
-            sums.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return sums
-
-    @staticmethod
-    def _native_apply(lib: ctypes.CDLL, launch: Launch, group: Group, ratios: Tensor) -> None:
-        lib.ds_lamb_apply(
-            *launch.arguments(),
-            float(group["lr"]),
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-            group["eps_inside_sqrt"],
-            ratios.data_ptr(),
-            torch.get_num_threads(),
-        )
 
 
 class _TorchLamb:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.fused import FusedOptimizer
-from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import Group, Tensors
 
 # Arithmetic shared by FusedLion and DeepSpeedCPULion.
@@ -22,18 +21,7 @@ class MultiTensorLion(MultiTensorOptimizer):
     """Lion. Groups have lr, betas, weight_decay."""
 
     state_names = ("exp_avg",)
-
-    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
-        beta1, beta2 = group["betas"]
-        lib.ds_lion(
-            *launch.arguments(),
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group["weight_decay"],
-            grad_scale,
-            torch.get_num_threads(),
-        )
+    kernel_name, kernel_factors = "ds_lion", ("lr", "betas", "weight_decay")
 
     def _torch_update(
         self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
@@ -84,15 +72,5 @@ class DeepSpeedCPULion(MultiTensorLion):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "fp32_optimizer_states": fp32_optimizer_states,
-        }
-        super().__init__(model_params, defaults)
-
-    @property
-    def fp32_optimizer_states(self) -> bool:
-        """Return whether the momentum is fp32, whatever dtype the parameters have."""
-        return self.defaults["fp32_optimizer_states"]
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(model_params, {**defaults, "fp32_optimizer_states": fp32_optimizer_states})

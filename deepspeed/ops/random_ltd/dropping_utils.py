@@ -27,7 +27,10 @@ def gpt_sample_tokens(
         Indices int64 [layers, batch, reserved], ascending; and the mask [batch or 1, 1, reserved, reserved], the upper
         left part of a causal ``attn_mask`` [batch or 1, 1, tokens, tokens]: order is preserved, so one mask fits all.
     """
-    indices = _sampled(reserved_length, seq_length, batch_size, layers, device)
+    if not 0 < reserved_length <= seq_length:
+        raise ValueError(f"reserved_length={reserved_length} must be between 1 and seq_length={seq_length}")
+    order = torch.rand(layers, batch_size, seq_length, device=device)
+    indices = order.topk(reserved_length, sorted=False).indices.sort().values
     mask = None if attn_mask is None else attn_mask[:, :, :reserved_length, :reserved_length]
     return indices, mask
 
@@ -41,13 +44,6 @@ def square_at(mask: Tensor, indices: Tensor) -> Tensor:
     if mask.shape[-2] > 1:
         mask = mask.take_along_dim(indices.view(*lead, -1, 1), -2)
     return mask.take_along_dim(indices.view(*lead, 1, -1), -1)
-
-
-def _sampled(kept: int, length: int, batch: int, layers: int, device: torch.device | str) -> Tensor:
-    if not 0 < kept <= length:
-        raise ValueError(f"reserved_length={kept} must be between 1 and seq_length={length}")
-    order = torch.rand(layers, batch, length, device=device)
-    return order.topk(kept, sorted=False).indices.sort().values
 
 
 def rows_of(indices: Tensor, length: int, batch_first: bool) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 
-from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import Group, Tensors
 
 
@@ -16,6 +15,9 @@ class SGD(MultiTensorOptimizer, torch.optim.SGD):
 
     Derives from ``torch.optim.SGD`` only so that scripts with ``"type": "SGD"`` get an instance of it; nothing is
     inherited."""
+
+    kernel_name, kernel_factors = "ds_sgd", ("lr", "momentum", "dampening", "weight_decay")
+    kernel_switches = ("nesterov",)
 
     def __init__(
         self,
@@ -41,18 +43,6 @@ class SGD(MultiTensorOptimizer, torch.optim.SGD):
 
     def _names_for(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
-        lib.ds_sgd(
-            *launch.arguments(),
-            float(group["lr"]),
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            grad_scale,
-            group["nesterov"],
-            torch.get_num_threads(),
-        )
 
     def _torch_update(
         self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.ops.sparse_attention.softmax import as_bias
 from deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention
 from deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig, SparsityConfig
 
@@ -85,4 +86,4 @@ def _key_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
         mask = mask[:, 0, 0]  # bidirectional model: the same for all queries
         if mask.is_floating_point():
             return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask == 0, float("-inf"))
+    return as_bias(mask, "mul", "attention_mask", dtype)

@@ -114,10 +114,7 @@ def block_attention(
         if usable(*inputs) and fits_gpu(*inputs):
             return gpu_attention(*inputs, plan, masks, scale)
         if masks.positions is None and runs_here(*inputs, plan.block):
-            lists = plan.row_lists
-            return HostAttention.apply(
-                *(query, key, value, lists, plan.block, masks.keys, masks.scores, masks.causal, scale)
-            )
+            return HostAttention.apply(*inputs, plan.row_lists, plan.block, masks, scale)
     return _by_scores(*inputs, plan, masks, scale)
 
 

@@ -19,23 +19,19 @@ _HEADS = 8
 """Minimum number of heads, over all sequences, for which each is one work item in backward. Fewer heads are cut into
 parts, whose number depends only on shapes: otherwise sums would differ."""
 
-_POINTERS = (
-    "query", "key", "value", "output", "lse", "starts", "columns", "layout_of", "key_bias", "score_bias",
-)  # fmt: skip
-_BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "key_sums", "value_sums")
 _SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
 
 
 class _AttentionCall(ctypes.Structure):
     """The C struct ``ds_sparse_attention``."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_BACKWARD)),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("scale", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
-    ]
+    _fields_ = native.fields(
+        "query key value output lse starts columns layout_of key_bias score_bias "
+        "grad_output grad_query grad_key grad_value key_sums value_sums",
+        " ".join(_SIZES),
+        "scale",
+        "dtype causal",
+    )
 
 
 class RowLists:
@@ -76,50 +72,39 @@ class HostAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: RowLists,
-        block: int,
-        keys: Tensor | None,
-        scores: Tensor | None,
-        causal: bool,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: RowLists, block: int, masks: Any, scale: float
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
-        masks = {
-            "key_bias": None if keys is None else keys.float().contiguous(),
-            "score_bias": None if scores is None else scores.float().contiguous(),
-        }
-        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
-        _run("ds_sparse_attention_forward", tensors, rows, block, causal, scale, parts=1)
+        given = {"key_bias": masks.keys, "score_bias": masks.scores}
+        biases = {name: mask.float().contiguous() for name, mask in given.items() if mask is not None}
+        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **biases}
+        rest = (rows, block, masks.causal, scale)
+        _run("ds_sparse_attention_forward", tensors, *rest, parts=1)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = (masks, rows, block, causal, scale)
+        ctx.biases, ctx.rest = biases, rest
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        masks, rows, block, causal, scale = ctx.rest
         parts = max(1, _HEADS // (q.shape[0] * q.shape[1]))
         results = [torch.empty_like(x) for x in (q, k, v)]
-        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
+        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **ctx.biases}
         tensors |= {"grad_output": grads[0].contiguous()}
         tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), results, strict=True))
         if parts > 1 or q.dtype is not torch.float32:  # otherwise sums are accumulated in the results
             shape = (parts, *q.shape) if parts > 1 else (torch.get_num_threads(), *q.shape[2:])
             tensors |= {name: torch.empty(shape, dtype=torch.float32) for name in ("key_sums", "value_sums")}
-        _run("ds_sparse_attention_backward", tensors, rows, block, causal, scale, parts=parts)
-        return *results, None, None, None, None, None, None
+        _run("ds_sparse_attention_backward", tensors, *ctx.rest, parts=parts)
+        return *results, None, None, None, None
 
 
 def _run(
     function: str,
-    tensors: dict[str, Tensor | None],
+    tensors: dict[str, Tensor],
     rows: RowLists,
     block: int,
     causal: bool,
@@ -129,9 +114,8 @@ def _run(
 ) -> None:
     lib, query = native.library(), tensors["query"]
     assert lib is not None
-    assert query is not None
     lists = {"starts": rows.starts, "columns": rows.columns, "layout_of": rows.layout_of}
-    pointers = {n: t.data_ptr() for n, t in {**tensors, **lists}.items() if t is not None}
+    pointers = {name: tensor.data_ptr() for name, tensor in {**tensors, **lists}.items()}
     sizes = dict(zip(_SIZES, (*query.shape, block, parts), strict=True))
     code = native.DTYPE_CODES[query.dtype]
     call = _AttentionCall(**pointers, **sizes, scale=scale, dtype=code, causal=causal)

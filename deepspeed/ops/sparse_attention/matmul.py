@@ -53,27 +53,21 @@ class MatMul:
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         index = self.make_lut(a.dtype, a.device)
         a, b = _four(a), _four(b)
-        self._check(a, b, index)
+        rows, columns, heads = index.rows * self.block, index.columns * self.block, index.heads
         if self.mode == "sdd":
-            return Sampled.apply(a.mT if self.trans_a else a, b.mT if self.trans_b else b, index)
-        if self.mode == "dsd":
-            return TimesDense.apply(a, b.mT if self.trans_b else b, index, self.trans_a)
-        left = (a.mT if self.trans_a else a).mT
-        return TimesDense.apply(b, left, index, not self.trans_b).mT
-
-    def _check(self, a: Tensor, b: Tensor, index: BlockIndex) -> None:
-        rows, columns = index.rows * self.block, index.columns * self.block
-        if self.mode == "sdd":
-            _check_side("a", a.mT if self.trans_a else a, index.heads, -2, rows)
-            _check_side("b", b.mT if self.trans_b else b, index.heads, -1, columns)
-            return
+            a, b = _turned(a, self.trans_a), _turned(b, self.trans_b)
+            _check_side("a", a, heads, -2, rows)
+            _check_side("b", b, heads, -1, columns)
+            return Sampled.apply(a, b, index)
         if self.mode == "dsd":
             index.check(a, "a")
-            inner = rows if self.trans_a else columns
-            _check_side("b", b.mT if self.trans_b else b, index.heads, -2, inner)
-            return
+            b = _turned(b, self.trans_b)
+            _check_side("b", b, heads, -2, rows if self.trans_a else columns)
+            return TimesDense.apply(a, b, index, self.trans_a)
         index.check(b, "b")
-        _check_side("a", a.mT if self.trans_a else a, index.heads, -1, columns if self.trans_b else rows)
+        a = _turned(a, self.trans_a)
+        _check_side("a", a, heads, -1, columns if self.trans_b else rows)
+        return TimesDense.apply(b, a.mT, index, not self.trans_b).mT
 
 
 class Sampled(torch.autograd.Function):
@@ -116,6 +110,10 @@ def _four(x: Tensor) -> Tensor:
     while x.dim() < 4:
         x = x.unsqueeze(0)
     return x
+
+
+def _turned(x: Tensor, transposed: bool) -> Tensor:
+    return x.mT if transposed else x
 
 
 def _check_side(name: str, x: Tensor, heads: int, dim: int, expected: int) -> None:

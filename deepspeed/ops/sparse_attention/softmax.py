@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ def _parts(count: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+@dataclass(eq=False)
 class Softmax:
     """Softmax over the rows of a block-sparse matrix: [batch, number of blocks, block, block] in and out, in the order
     of ``layout.nonzero()``. Missing blocks count as -inf; a fully masked row gives zeros.
@@ -96,11 +98,12 @@ class Softmax:
         bench: accepted for compatibility.
     """
 
-    def __init__(self, layout: Tensor, block: int, bench: bool = False) -> None:
-        self.layout = layout
-        self.block = block
-        self.bench = bench
-        self._index = BlockIndex(layout, block)
+    layout: Tensor
+    block: int
+    bench: bool = False
+
+    def __post_init__(self) -> None:
+        self._index = BlockIndex(self.layout, self.block)
 
     @staticmethod
     def sparse_softmax(x: Tensor, index: BlockIndex) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 _KINDS = ("unidirectional", "bidirectional")
 
 
+@dataclass(eq=False)
 class SparsityConfig:
     """Base class of all patterns. For a custom pattern, derive from it and override ``make_layout``::
 
@@ -34,15 +36,16 @@ class SparsityConfig:
     ``random`` is the generator of random blocks: by default Python's global one, so that ``random.seed`` applies.
     """
 
-    random: Any = random
+    random: ClassVar[Any] = random
     parts: ClassVar[tuple[str, ...]] = ()
     """Names of the methods that fill in a head's layout, in order."""
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """Return an empty layout for ``seq_len`` tokens. ValueError: the block size does not divide it."""
@@ -88,6 +91,7 @@ class DenseSparsityConfig(SparsityConfig):
         return layout
 
 
+@dataclass(eq=False)
 class FixedSparsityConfig(SparsityConfig):
     """Adjacent local windows, and global blocks that represent each window and that all rows attend to.
 
@@ -106,37 +110,31 @@ class FixedSparsityConfig(SparsityConfig):
 
     parts = ("set_local_layout", "set_global_layout")
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        if num_global_blocks < 1 or num_local_blocks % num_global_blocks != 0:
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choices, patterns = (
+            self.num_local_blocks // max(self.num_global_blocks, 1),
+            self.num_different_global_patterns,
+        )
+        if self.num_global_blocks < 1 or self.num_local_blocks % self.num_global_blocks != 0:
             raise ValueError(
-                f"num_local_blocks={num_local_blocks} must be a multiple of num_global_blocks={num_global_blocks}"
+                f"num_local_blocks={self.num_local_blocks} must be a multiple of "
+                f"num_global_blocks={self.num_global_blocks}"
             )
-        _check_attention(attention, horizontal_global_attention)
-        if num_different_global_patterns > 1 and not different_layout_per_head:
+        _check_attention(self.attention, self.horizontal_global_attention)
+        if patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(f"num_different_global_patterns={patterns} needs different_layout_per_head=True")
+        if patterns > choices:
             raise ValueError(
-                f"num_different_global_patterns={num_different_global_patterns} needs different_layout_per_head=True"
+                f"num_different_global_patterns={patterns} is more than the {choices} choices in a window "
+                "(num_local_blocks / num_global_blocks)"
             )
-        if num_different_global_patterns > num_local_blocks // num_global_blocks:
-            raise ValueError(
-                f"num_different_global_patterns={num_different_global_patterns} is more than the "
-                f"{num_local_blocks // num_global_blocks} choices in a window (num_local_blocks / num_global_blocks)"
-            )
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
         blocks = layout.shape[1]
@@ -160,6 +158,7 @@ class FixedSparsityConfig(SparsityConfig):
         return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
 
 
+@dataclass(eq=False)
 class VariableSparsityConfig(SparsityConfig):
     """Local windows of given sizes, global blocks at given positions, and random blocks.
 
@@ -176,29 +175,20 @@ class VariableSparsityConfig(SparsityConfig):
 
     parts = ("set_random_layout", "set_local_layout", "set_global_layout")
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = [4],
-        global_block_indices: Sequence[int] = [0],
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _check_ranges(global_block_indices, global_block_end_indices)
-        _check_attention(attention, horizontal_global_attention)
-        if not local_window_blocks or min(local_window_blocks) < 1:
-            raise ValueError(f"local_window_blocks={list(local_window_blocks)} needs sizes of at least 1")
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = list(local_window_blocks)
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = _listed(global_block_end_indices)
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = field(default_factory=lambda: [4])
+    global_block_indices: Sequence[int] = field(default_factory=lambda: [0])
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.local_window_blocks = list(self.local_window_blocks)
+        _check_attention(self.attention, self.horizontal_global_attention)
+        _list_ranges(self)
+        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
+            raise ValueError(f"local_window_blocks={self.local_window_blocks} needs sizes of at least 1")
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
         return _set_random(self, layout, h, self.num_random_blocks, self.attention)
@@ -218,6 +208,7 @@ class VariableSparsityConfig(SparsityConfig):
         return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
 
 
+@dataclass(eq=False)
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, the first blocks global in both directions, and random blocks.
 
@@ -237,22 +228,14 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     parts = ("set_random_layout", "set_sliding_window_layout", "set_global_layout_itc")
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _check_attention(attention)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_attention(self.attention)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
         return _set_random(self, layout, h, self.num_random_blocks, self.attention)
@@ -267,6 +250,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         return _without_later(layout, h, self.attention)
 
 
+@dataclass(eq=False)
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and given blocks that are global in both directions: a blockwise Longformer.
 
@@ -283,23 +267,15 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     parts = ("set_sliding_window_layout", "set_global_layout")
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = [0],
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _check_ranges(global_block_indices, global_block_end_indices)
-        _check_attention(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = _listed(global_block_end_indices)
-        self.attention = attention
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = field(default_factory=lambda: [0])
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_attention(self.attention)
+        _list_ranges(self)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
         return _set_sliding_window(layout, h, self.num_sliding_window_blocks)
@@ -386,16 +362,15 @@ def _ranges(starts: Sequence[int], ends: Sequence[int] | None, blocks: int) -> l
     return [(start, min(end, blocks)) for start, end in pairs if start < blocks]
 
 
-def _listed(values: Sequence[int] | None) -> list[int] | None:
-    return None if values is None else list(values)
-
-
-def _check_ranges(starts: Sequence[int], ends: Sequence[int] | None) -> None:
-    if ends is None:
+def _list_ranges(config: VariableSparsityConfig | BSLongformerSparsityConfig) -> None:
+    """Copy the config's ranges of global blocks to lists. ValueError: they are not ranges."""
+    starts = config.global_block_indices = list(config.global_block_indices)
+    if config.global_block_end_indices is None:
         return
+    ends = config.global_block_end_indices = list(config.global_block_end_indices)
     if len(starts) != len(ends):
         raise ValueError(
-            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)} must have the same length"
+            f"global_block_indices={starts} and global_block_end_indices={ends} must have the same length"
         )
     for start, end in zip(starts, ends, strict=True):
         if start >= end:

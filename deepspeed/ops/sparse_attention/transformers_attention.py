@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.transformers_models import attention_registries, text_config
 from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
+from deepspeed.ops.sparse_attention.softmax import as_bias
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"
@@ -100,7 +101,7 @@ class TransformersSparseAttention:
             if mask is None and not causal:
                 mask = query.new_ones((1, length), dtype=torch.bool).expand(len(query), length)
             mask = None if mask is None else nn.functional.pad(mask, (0, missing))
-        keys = None if mask is None else _bias(mask, query.dtype)
+        keys = None if mask is None else as_bias(mask, "mul", "attention_mask", query.dtype)
         plan = self.plan(length + missing, query.shape[1])
         out = block_attention(query, key, value, plan, Masks(keys=keys, causal=causal), scale)
         return out[:, :, :length]
@@ -203,7 +204,3 @@ def _check_first_forward(model: nn.Module, attention: TransformersSparseAttentio
             )
 
     handle = model.register_forward_hook(check)
-
-
-def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask == 0, float("-inf"))

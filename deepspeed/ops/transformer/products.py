@@ -24,11 +24,7 @@ _WORTHWHILE = 1 << 22
 class _ProductCall(ctypes.Structure):
     """``struct ds_matrix_product``."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a", "b", "bias", "c")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "depth")),
-        *((name, ctypes.c_int64) for name in ("a_row", "a_step", "b_step", "b_column", "c_row")),
-    ]
+    _fields_ = native.fields("a b bias c", "rows columns depth a_row a_step b_step b_column c_row")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,10 +68,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     assert lib is not None
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32)
     call = _ProductCall(
-        a.data_ptr(),
-        b.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
+        *map(native.address, (a, b, bias, out)),
         *(*out.shape, a.shape[1]),
         *(*a.stride(), *b.stride(), out.shape[1]),
     )

@@ -106,24 +106,7 @@ def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
 
 
 @dataclass(eq=False)
-class TransformerConfig:
-    """Sizes of a layer."""
-
-    batch_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    attn_dropout_ratio: float
-    hidden_dropout_ratio: float
-    num_hidden_layers: int
-    initializer_range: float
-
-    def __post_init__(self) -> None:
-        self.layer_id = -1
-
-
-@dataclass(eq=False)
-class DeepSpeedTransformerConfig(TransformerConfig):
+class DeepSpeedTransformerConfig:
     """Config of a `DeepSpeedTransformerLayer`.
 
     Args:
@@ -170,7 +153,7 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     max_seq_length: int = -1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.layer_id = -1
         if self.intermediate_size <= 0:
             self.intermediate_size = 4 * self.hidden_size
 
@@ -237,8 +220,11 @@ class DeepSpeedTransformerLayer(nn.Module):
                 f"hidden_size={hidden} and heads={config.heads}: both are required, and hidden_size "
                 "must be a multiple of heads"
             )
-        for name, shape in _shapes(hidden, inner).items():
-            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        norm = (hidden,)
+        shapes = ((3 * hidden, hidden), (hidden, hidden), norm, (inner, hidden), (hidden, inner), norm)
+        for name, shape in zip(_PARTS, shapes, strict=True):
+            setattr(self, f"{name}w", nn.Parameter(torch.empty(shape)))
+            setattr(self, f"{name}b", nn.Parameter(torch.empty(shape[:1])))
         if initial_weights is None or initial_biases is None:
             self.init_transformer_weights(self.config.adjust_init_range)
         else:
@@ -383,23 +369,6 @@ class DeepSpeedTransformerLayer(nn.Module):
 _PARTS = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
 
 
-def _shapes(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "attn_qkvw": (3 * hidden, hidden),
-        "attn_qkvb": (3 * hidden,),
-        "attn_ow": (hidden, hidden),
-        "attn_ob": (hidden,),
-        "attn_nw": (hidden,),
-        "attn_nb": (hidden,),
-        "inter_w": (inner, hidden),
-        "inter_b": (inner,),
-        "output_w": (hidden, inner),
-        "output_b": (hidden,),
-        "norm_w": (hidden,),
-        "norm_b": (hidden,),
-    }
-
-
 def _broadcastable(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as [batch, 1, 1, tokens] or wider: bool, or floats to add. In an integer mask [batch, tokens], 0
     masks."""
@@ -443,12 +412,9 @@ class _DropoutCall(ctypes.Structure):
     """The C struct ``ds_dropout_call``."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("output", "input", "residual")),
-        ("numel", ctypes.c_int64),
-        ("seed", ctypes.c_uint64),
-        ("limit", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
+        *native.fields("output input residual", "numel"),
+        *(("seed", ctypes.c_uint64), ("limit", ctypes.c_uint32)),
+        *native.fields("", "", "scale", "dtype"),
     ]
 
 
@@ -485,16 +451,9 @@ def dropped(x: Tensor, ratio: float, seed: int, residual: Tensor | None = None) 
     assert lib is not None
     out = torch.empty_like(x)
     rest = None if residual is None else residual.contiguous()
-    call = _DropoutCall(
-        out.data_ptr(),
-        x.data_ptr(),
-        None if rest is None else rest.data_ptr(),
-        x.numel(),
-        seed,
-        int(ratio * 2**32),
-        1.0 / (1.0 - ratio),
-        native.DTYPE_CODES[x.dtype],
-    )
+    limit, scale = int(ratio * 2**32), 1.0 / (1.0 - ratio)
+    pointers = map(native.address, (out, x, rest))
+    call = _DropoutCall(*pointers, x.numel(), seed, limit, scale, native.DTYPE_CODES[x.dtype])
     lib.ds_dropout(ctypes.addressof(call), torch.get_num_threads())
     return out
 

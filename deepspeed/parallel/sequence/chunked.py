@@ -254,10 +254,12 @@ class _ChunkBackward:
         call, (q, k, v, out, lse) = self.call, kept
         wide = torch.promote_types(q.dtype, torch.float32)
         kernel = kernel_for(q, v, CAUSAL)
-        dq, dk, dv = (each.to(wide) for each in kernel.backward(grad, q, k, v, out, lse, CAUSAL, call.scale))
+        dq, dk, dv = (
+            each.to(wide) for each in kernel.backward(grad, (q, k, v), out, lse, CAUSAL, call.scale)
+        )
         for earlier, (key, value, *totals) in enumerate(ahead):
             grad_q, grad_k, grad_v = kernel_for(q, value, None).backward(
-                grad, q, key, value, out, lse, None, call.scale
+                grad, (q, key, value), out, lse, None, call.scale
             )
             dq += grad_q
             if totals:

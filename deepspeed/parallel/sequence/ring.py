@@ -113,7 +113,7 @@ class _RingAttention(torch.autograd.Function):
             if not visibility.is_empty(rows, columns):
                 mask = visibility.block(rows, columns, query.device)
                 kernel = kernel_for(query, value, mask)
-                dq, dk, dv = kernel.backward(grad, query, held[0], held[1], out, lse, mask, ctx.scale)
+                dq, dk, dv = kernel.backward(grad, (query, held[0], held[1]), out, lse, mask, ctx.scale)
                 dquery += dq
                 sums[0] += dk
                 sums[1] += dv

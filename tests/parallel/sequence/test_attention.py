@@ -266,7 +266,7 @@ def test_kernels_of_blocks_agree(dtype: torch.dtype) -> None:
         results = []
         for kernel in (PLAIN, CPU_FLASH):
             out, lse = kernel.forward(q, k, v, seen, 0.4)
-            results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, seen, 0.4)))
+            results.append((out, lse, *kernel.backward(grad, (q, k, v), out, lse, seen, 0.4)))
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, check_dtype=False, rtol=1e-5, atol=1e-5)
 
@@ -285,7 +285,7 @@ def test_order_alone_needs_no_mask() -> None:
         results = []
         for mask in (CAUSAL, band(9)[None, None]):
             out, lse = kernel.forward(q, k, v, mask, 0.4)
-            results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, mask, 0.4)))
+            results.append((out, lse, *kernel.backward(grad, (q, k, v), out, lse, mask, 0.4)))
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -317,7 +317,7 @@ def test_flash_attention_for_cuda_is_called_as_torch_declares_it(mask: Any) -> N
         )
         out, lse = CUDA_FLASH.forward(q, k, v, mask, 0.4)
         assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-        grads = CUDA_FLASH.backward(grad, q, k, v, out, lse, mask, 0.4)
+        grads = CUDA_FLASH.backward(grad, (q, k, v), out, lse, mask, 0.4)
         assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -341,7 +341,7 @@ def test_flash_attention_for_cuda_agrees(dtype: torch.dtype, kv_heads: int) -> N
             joined.add(*kernel.forward(q, key, value, mask, 0.125))
         out = joined.out.to(dtype)
         for key, value, mask in blocks:
-            sums.append(kernel.backward(grad, q, key, value, out, joined.lse, mask, 0.125))
+            sums.append(kernel.backward(grad, (q, key, value), out, joined.lse, mask, 0.125))
         (dq, dk, dv), (dq2, dk2, dv2) = sums
         results.append((out, joined.lse, dq + dq2, torch.cat([dk, dk2], 2), torch.cat([dv, dv2], 2)))
     for one, other in zip(*results, strict=True):
