@@ -47,7 +47,7 @@ def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepPr
     count = setting.micro_batches if micro_batches is None else micro_batches
     if (count > 1) != (setting.micro_batches > 1):  # a single one is both first and last: rehearse again
         setting = replace(setting, micro_batches=count)
-    recorder = setting.rehearsed.recorder
+    _, recorder = setting.rehearsed
     first, last = recorder.parts[0], recorder.parts[-1]
     return StepProgram([first] * (count - 1) + [last], _update(setting, setting.buckets, recorder.started))
 
