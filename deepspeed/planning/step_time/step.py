@@ -10,7 +10,7 @@ from deepspeed.ops.formats.codecs import codec_named
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
 from deepspeed.planning.planner import PlanSetting
-from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, simulate
+from deepspeed.planning.step_time.events import Link, Schedule, Task, simulate
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
 from deepspeed.planning.step_time.program import (
@@ -86,8 +86,9 @@ def schedule_of(
     builder = Builder(setting, work, machine, model_ranks)
     for event in events:
         builder.add(event)
-    links = machine.fabric.resources()
-    beside = _beside(machine.device)
+    links, beside = machine.fabric.resources(), {}
+    if machine.device is not None:
+        beside = {HOST_LINK: Link(machine.device.host_rate), STORAGE: Link(machine.device.storage_rate)}
     found = simulate(builder.tasks, {**links, **beside})
     if any(link.burst for link in links.values()):  # the previous step has left less than a full burst
         for link in links.values():
@@ -104,12 +105,6 @@ def waits_for(schedule: Schedule) -> str:
         if resource != COMPUTE:
             shares[resource] = shares.get(resource, 0.0) + schedule.ends[number] - schedule.starts[number]
     return max(shares, key=lambda name: shares[name], default="")
-
-
-def _beside(device: Device | None) -> dict[str, Resource]:
-    if device is None:
-        return {}
-    return {HOST_LINK: Link(device.host_rate), STORAGE: Link(device.storage_rate)}
 
 
 class Builder:
