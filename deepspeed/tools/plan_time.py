@@ -17,7 +17,7 @@ from deepspeed.planning.step_time.calibration import Calibration, load
 from deepspeed.planning.step_time.hardware import Device, NetworkSpec, device, network
 from deepspeed.planning.step_time.layout_search import LayoutRanking, LayoutSearch, samples_of
 from deepspeed.planning.step_time.options import TimeError
-from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, ParallelLayout, seconds_of
 from deepspeed.planning.step_time.shapes import is_shape
 from deepspeed.planning.step_time.step import StepTime
 from deepspeed.tools.calibrate import CalibrationRequest, calibrate
@@ -93,7 +93,8 @@ def times_of(
         )
     job = _job(found, joined, chosen, measured, args)
     request = found.request
-    step = seconds_of([found], job, request.split.tensor, sequence=request.ranks_per_sequence)
+    layout = ParallelLayout(tensor=request.split.tensor, sequence=request.ranks_per_sequence)
+    step = seconds_of([found], job, layout)
     samples = samples_of(found)
     choices = None
     if args.choices:
