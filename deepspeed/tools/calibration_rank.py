@@ -110,7 +110,7 @@ class CallTimes:
     the earlier one."""
 
     def __init__(self, module: nn.Module) -> None:
-        owners = hooked_modules(module)
+        owners = [owner for owner, _ in hooked_modules(module)]
         self.forward, self.backward = [0.0] * len(owners), [0.0] * len(owners)
         self._running: tuple[list[float], int] | None = None
         self._since = 0.0

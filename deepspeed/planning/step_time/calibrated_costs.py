@@ -33,14 +33,11 @@ def contention(found: Calibration, ranks_beside: int) -> float:
     return max(1.0, ranks_beside * found.threads / found.cores)
 
 
-def stage_of(setting: PlanSetting) -> int:
-    return setting.plan.zero.stage
-
-
 def fabric_of(found: Calibration, network: NetworkSpec, ranks_per_node: int) -> Fabric:
     """Return the fabric of machines like the calibrated one: the given network between nodes, shared memory at the
     ranks' copy rate within a node."""
-    inside = NetworkSpec(name="shared memory", rate=_memory_rate(found), latency=0.0)
+    byte = found.lines["all_gather"].byte
+    inside = NetworkSpec(name="shared memory", rate=4.0 / byte if byte > 0 else 1e10)
     return Fabric(
         ranks_per_node=ranks_per_node,
         between=network,
@@ -49,11 +46,6 @@ def fabric_of(found: Calibration, network: NetworkSpec, ranks_per_node: int) -> 
         background=found.device_type != "cpu",
         crowded=CROWDED if found.device_type == "cpu" else 1.0,
     )
-
-
-def _memory_rate(found: Calibration) -> float:
-    byte = found.lines["all_gather"].byte
-    return 4.0 / byte if byte > 0 else 1e10
 
 
 CROWDED = 0.9
@@ -89,7 +81,7 @@ def is_same_model(found: Calibration, setting: PlanSetting, flops: Sequence[floa
 
 
 def _work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks: int) -> StepWork:
-    stage = stage_of(setting)
+    stage = setting.plan.zero.stage
     alone = found.of(1, stage) or found.of(1, 0)
     assert alone is not None  # a calibration measures every stage on one rank
     plain, crowded = found.of(1, 0), found.of(2, 0)
@@ -117,7 +109,7 @@ def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -
 
     It is 1 unless this model was calibrated at this stage: another model communicates differently while it computes.
     """
-    measured = found.of(2, stage_of(setting))
+    measured = found.of(2, setting.plan.zero.stage)
     if measured is None or not is_same_model(found, setting, flops):
         return 1.0
     pair = replace(setting, ranks=2, micro_batches=1)

@@ -90,23 +90,24 @@ class Calibration:
 
 def load(path: str | Path) -> Calibration:
     """Read a calibration file. CalibrationError: there is none, or it is not a valid calibration."""
-    remedy = "write one with `ds plan CONFIG --model MODEL --calibrate FILE`"
+
+    def refused(problem: str) -> CalibrationError:
+        remedy = "write one with `ds plan CONFIG --model MODEL --calibrate FILE`"
+        return CalibrationError(f"--calibration {path}: {problem}; {remedy}")
+
     try:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise CalibrationError(f"--calibration {path}: {error.strerror or error}; {remedy}") from None
+        raise refused(str(error.strerror or error)) from None
     except ValueError as error:
-        raise CalibrationError(f"--calibration {path}: not JSON ({error}); {remedy}") from None
+        raise refused(f"not JSON ({error})") from None
     fields = {field.name for field in dataclasses.fields(Calibration)}
     if not isinstance(data, dict) or "version" not in data:
-        raise CalibrationError(f"--calibration {path}: not a calibration; {remedy}")
+        raise refused("not a calibration")
     if data["version"] != VERSION:
-        raise CalibrationError(
-            f"--calibration {path}: version {data['version']}, but this release reads version {VERSION}; {remedy}"
-        )
+        raise refused(f"version {data['version']}, but this release reads version {VERSION}")
     if data.keys() != fields:
-        wrong = sorted(data.keys() ^ fields)
-        raise CalibrationError(f"--calibration {path}: {', '.join(wrong)} is missing or unknown; {remedy}")
+        raise refused(f"{', '.join(sorted(data.keys() ^ fields))} is missing or unknown")
     try:
         steps = {key: Steps(**row) for key, row in data["steps"].items()}
         lines = {key: CostLine(**row) for key, row in data["lines"].items()}
@@ -117,5 +118,5 @@ def load(path: str | Path) -> Calibration:
     except (TypeError, AttributeError):
         usable = False
     if not usable:
-        raise CalibrationError(f"--calibration {path}: its numbers are invalid; {remedy}")
+        raise refused("its numbers are invalid")
     return Calibration(**{**data, "steps": steps, "lines": lines})
