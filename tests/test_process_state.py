@@ -84,7 +84,6 @@ STATE = {
     # The documented logger and its level.
     "tools/launcher/agent.py:logger": "the launcher's logger",
     "tools/launcher/devices.py:logger": "the launcher's logger",
-    "tools/launcher/arguments.py:logger": "the launcher's logger",
     "tools/launcher/elastic.py:logger": "the launcher's logger",
     "tools/launcher/failures.py:logger": "the launcher's logger",
     "tools/launcher/launch.py:logger": "the launcher's logger",

@@ -21,9 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from deepspeed.base.constants import STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.tools.launcher import agent
 from deepspeed.tools.launcher.agent import NodeJob, Supervisor
-from deepspeed.tools.launcher.elastic_memory import NO_STEP, ElasticMemory, elastic_memory
 from deepspeed.tools.launcher.failures import show
-from deepspeed.tools.launcher.processes import kill_descendants
+from deepspeed.tools.launcher.processes import NO_STEP, ElasticMemory, elastic_memory, kill_descendants
 from deepspeed.tools.launcher.shim import FIRST_FAILURE
 
 logger = logging.getLogger("deepspeed.tools.launcher")

@@ -99,7 +99,7 @@ def environment_of(
     places = [(host, slot) for host, slots in enumerate(world.values()) for slot in range(len(slots))]
     host, place = places[int(env["RANK"])]
     slots = list(world.values())[host]
-    local_rank = env.setdefault("LOCAL_RANK", str(place))
+    env.setdefault("LOCAL_RANK", str(place))
     env.update(
         {
             "WORLD_SIZE": str(len(places)),
@@ -108,7 +108,6 @@ def environment_of(
             "CROSS_SIZE": str(len(world)),
             "MASTER_ADDR": args.master_addr,
             "MASTER_PORT": str(args.master_port),
-            "LOCAL_RANK": local_rank,
         }
     )
     if env.get(VISIBLE_DEVICES) != "":  # set but empty: the user hides all GPUs

@@ -17,7 +17,6 @@ from typing import cast
 
 from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.addresses import check_connection, master_address
-from deepspeed.tools.launcher.arguments import choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
@@ -25,6 +24,7 @@ from deepspeed.tools.launcher.exports import exports
 from deepspeed.tools.launcher.hostfile import checked_host
 from deepspeed.tools.launcher.hosts import ssh
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
+from deepspeed.tools.launcher.launch import choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.supervision import supervise
 
 logger = logging.getLogger("deepspeed.tools.launcher")
