@@ -100,7 +100,7 @@ STATE = {
     "checkpoint/foreign/upstream_format.py:_unhashed()": "of a class",
     "planning/counted_activations.py:choose_recomputation()": "of fake tensors: advice asks again for each change",
     "planning/machine.py:_host_total()": "of the machine",
-    "planning/step_time/calibrated_costs.py:UNLIMITED": "a frozen value",
+    "planning/step_time/calibration.py:UNLIMITED": "a frozen value",
     "tools/plan_time.py:LOCAL": "a frozen value",
     "ops/gpu/__init__.py:_has_triton()": "of the installation",
     "ops/gpu/__init__.py:_RUNS": "of the machine",

@@ -21,8 +21,7 @@ from deepspeed.base.numa import available_cores, cpu_name
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps
-from deepspeed.planning.step_time.shapes import build_shape, is_shape
-from deepspeed.planning.step_time.user_model import call_of
+from deepspeed.planning.step_time.shapes import build_shape, call_of, is_shape
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools.launcher.ports import find_free
 from deepspeed.version import __version__

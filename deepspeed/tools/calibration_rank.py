@@ -23,8 +23,7 @@ import deepspeed
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator, use_shared_memory
 from deepspeed.planning.planned_model import hooked_modules
-from deepspeed.planning.step_time.shapes import build_shape, is_shape, random_batch
-from deepspeed.planning.step_time.user_model import call_of, loss_of
+from deepspeed.planning.step_time.shapes import build_shape, call_of, is_shape, loss_of, random_batch
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes per rank in the timed collectives."""

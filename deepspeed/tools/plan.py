@@ -35,8 +35,7 @@ from deepspeed.planning.machine import Capacity, free_now
 from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer, config_of
 from deepspeed.planning.step_time import options as time_options
-from deepspeed.planning.step_time.shapes import build_shape, is_shape
-from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
+from deepspeed.planning.step_time.shapes import NoSuchFunction, build_shape, call_of, is_shape
 from deepspeed.planning.variants import put
 from deepspeed.tools import parsers
 from deepspeed.tools.config.clients import read_any, read_client

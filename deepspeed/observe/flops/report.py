@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from torch import nn
 
 from deepspeed.base.tables import padded
-from deepspeed.observe.flops.counting import WorkCount
-from deepspeed.observe.flops.tree import (
+from deepspeed.observe.flops.counting import (
+    WorkCount,
     by_class_and_depth,
     get_module_duration,
     get_module_flops,

@@ -15,16 +15,23 @@ from dataclasses import dataclass, replace
 from deepspeed.parallel.pipeline.schedules.orders import Durations, one_forward_one_backward
 from deepspeed.parallel.pipeline.schedules.orders import simulate as simulate_stages
 from deepspeed.planning.activations import TransformerShape
+from deepspeed.planning.event_log import ComputeCall
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanAnswer
-from deepspeed.planning.step_time.calibrated_costs import fabric_of, work_of
-from deepspeed.planning.step_time.calibration import Calibration
+from deepspeed.planning.step_time.calibration import Calibration, fabric_of, work_of
 from deepspeed.planning.step_time.fabric import Fabric
 from deepspeed.planning.step_time.hardware import Device, NetworkSpec, network
-from deepspeed.planning.step_time.program import ComputeCall, Event, StepProgram, program_of
 from deepspeed.planning.step_time.shapes import shape_flops
-from deepspeed.planning.step_time.step import StepMachine, StepTime, run, schedule_of
+from deepspeed.planning.step_time.step import (
+    Event,
+    StepMachine,
+    StepProgram,
+    StepTime,
+    program_of,
+    run,
+    schedule_of,
+)
 from deepspeed.planning.step_time.work import (
     BACKWARD,
     PlannedExchange,
@@ -227,14 +234,10 @@ def _directions(
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch's forward and backward, without data-parallel communication."""
     calls = range(len(setting.model.calls))
-    passes: list[list[Event]] = [
-        [ComputeCall(MemoryPhase.FORWARD, call) for call in calls],
-        [ComputeCall(MemoryPhase.BACKWARD, call) for call in reversed(calls)],
-    ]
-    forward, backward = (
-        schedule_of(events, setting, work, machine, model_ranks).makespan for events in passes
-    )
-    return forward, backward
+    events: list[Event] = [ComputeCall(MemoryPhase.FORWARD, call) for call in calls]
+    forward = schedule_of(events, setting, work, machine, model_ranks).makespan
+    events = [ComputeCall(MemoryPhase.BACKWARD, call) for call in reversed(calls)]
+    return forward, schedule_of(events, setting, work, machine, model_ranks).makespan
 
 
 def _rest(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:

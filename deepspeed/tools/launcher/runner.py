@@ -20,8 +20,6 @@ from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER
 from deepspeed.tools.launcher.devices import DLTS_HOSTFILE, choose_devices, is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.exports import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
-from deepspeed.tools.launcher.exports import EXPORT_ENVS
 from deepspeed.tools.launcher.hostfile import (
     _parse_hostfile,
     apply_num_nodes_and_gpus,
@@ -32,6 +30,8 @@ from deepspeed.tools.launcher.hostfile import (
     parse_resource_filter,
 )
 from deepspeed.tools.launcher.hosts import multi_host
+from deepspeed.tools.launcher.hosts.multi_host import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.tools.launcher.hosts.multi_host import EXPORT_ENVS
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS
 from deepspeed.tools.launcher.launch import (
     LAUNCH,

@@ -21,15 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from deepspeed.tools.launcher.constants import (
-    IMPI_LAUNCHER,
-    MPICH_LAUNCHER,
-    MVAPICH_LAUNCHER,
-    OPENMPI_LAUNCHER,
-    PDSH_LAUNCHER,
-    PDSH_MAX_FAN_OUT,
-    SLURM_LAUNCHER,
-)
+from deepspeed.tools.launcher import constants
 from deepspeed.tools.launcher.devices import THIS_MACHINE
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host
@@ -101,7 +93,7 @@ class MultiNodeRunner(ABC):
 class PDSHRunner(MultiNodeRunner):
     """Parallel distributed shell, over ssh."""
 
-    launcher = PDSH_LAUNCHER
+    launcher = constants.PDSH_LAUNCHER
 
     def backend_exists(self) -> bool:
         return shutil.which("pdsh") is not None
@@ -118,7 +110,7 @@ class PDSHRunner(MultiNodeRunner):
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {self.args.ssh_port}".strip()
         workers = ",".join(slots_of(active_resources))
-        hosts = ["-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
+        hosts = ["-f", str(constants.PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
         steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
         if self.args.venv_script is not None:
             steps.append(f". {_for_pdsh(self.args.venv_script)}")
@@ -210,7 +202,7 @@ class _StartsRanks(MultiNodeRunner):
 class OpenMPIRunner(_StartsRanks):
     """``mpirun`` of Open MPI."""
 
-    launcher = OPENMPI_LAUNCHER
+    launcher = constants.OPENMPI_LAUNCHER
     needs = ("ompi_info",)
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
@@ -245,13 +237,13 @@ class _Hydra(_StartsRanks):
 class MPICHRunner(_Hydra):
     """``mpirun`` of MPICH."""
 
-    launcher = MPICH_LAUNCHER
+    launcher = constants.MPICH_LAUNCHER
 
 
 class IMPIRunner(_Hydra):
     """``mpirun`` of Intel's MPI."""
 
-    launcher = IMPI_LAUNCHER
+    launcher = constants.IMPI_LAUNCHER
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64, resource_pool)
@@ -262,7 +254,7 @@ class IMPIRunner(_Hydra):
 class MVAPICHRunner(_Hydra):
     """``mpirun`` of MVAPICH2."""
 
-    launcher = MVAPICH_LAUNCHER
+    launcher = constants.MVAPICH_LAUNCHER
     needs = ("mpiname",)
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
@@ -289,7 +281,7 @@ class MVAPICHRunner(_Hydra):
 class SlurmRunner(_StartsRanks):
     """``srun``, inside an allocation or not."""
 
-    launcher = SLURM_LAUNCHER
+    launcher = constants.SLURM_LAUNCHER
     program = "srun"
     needs = ("sinfo",)
 
@@ -331,10 +323,10 @@ def _spelled(slots: Mapping[str, Sequence[int]]) -> str:
 
 
 RUNNERS: dict[str, type[MultiNodeRunner]] = {
-    PDSH_LAUNCHER: PDSHRunner,
-    OPENMPI_LAUNCHER: OpenMPIRunner,
-    MPICH_LAUNCHER: MPICHRunner,
-    IMPI_LAUNCHER: IMPIRunner,
-    SLURM_LAUNCHER: SlurmRunner,
-    MVAPICH_LAUNCHER: MVAPICHRunner,
+    constants.PDSH_LAUNCHER: PDSHRunner,
+    constants.OPENMPI_LAUNCHER: OpenMPIRunner,
+    constants.MPICH_LAUNCHER: MPICHRunner,
+    constants.IMPI_LAUNCHER: IMPIRunner,
+    constants.SLURM_LAUNCHER: SlurmRunner,
+    constants.MVAPICH_LAUNCHER: MVAPICHRunner,
 }
