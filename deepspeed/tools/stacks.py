@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--all": "also print the stacks of threads without code of the script",
         "--json": "print one JSON object per rank",
     }
-    add_options(parser, options)
-    options = parser.parse_args(argv)
+    options = add_options(parser, options).parse_args(argv)
     processes = ranks_of_user()
     if options.pid is not None:
         processes = sorted(set(processes) & {options.pid, *descendants(options.pid)})

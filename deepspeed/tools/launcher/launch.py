@@ -136,8 +136,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         "training_script": "script, module or program to start",
         "training_script_args": takes("its arguments", nargs=argparse.REMAINDER),
     }
-    add_options(parser, options)
-    return parser.parse_args(args)
+    return add_options(parser, options).parse_args(args)
 
 
 def configure_logging(args: argparse.Namespace) -> None:

@@ -55,8 +55,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         "user_script": "script, module or program to start",
         "user_args": takes("its arguments", nargs=argparse.REMAINDER),
     }
-    add_options(parser, options)
-    return parser.parse_args(args)
+    return add_options(parser, options).parse_args(args)
 
 
 def env_mapping(
