@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.base.exceptions import ExplainedError
-
-CATEGORY = "deepspeed"
+from deepspeed.observe.timeline.recorder import CATEGORY
 
 
 class UnreadableTrace(ExplainedError, ValueError):
