@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +136,7 @@ def _run(request: CalibrationRequest, ranks: int, threads: int, place: Place | N
     kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
-        job = {
-            "model": request.model,
-            "batch": request.batch,
-            "config": config,
-            "zero": kept,
-            "micro": request.micro,
-            "sequence": request.sequence,
-            "stages": list(request.stages),
-            "steps": request.steps,
-            "warmup": request.warmup,
-            "seconds": request.seconds,
-            "result": str(result),
-        }
+        job = {**asdict(request), "config": config, "zero": kept, "result": str(result)}
         given.write_text(json.dumps(job), encoding="utf-8")
         _start([request.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
