@@ -25,13 +25,11 @@ from deepspeed.base.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.tools.launcher import cores, ports, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
-from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.failures import OF_A_PEER
 from deepspeed.tools.launcher.processes import adopt_orphans, handled_by, holding_signals
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.launcher.supervision import NODE_REPORT, RESTART_SIGNAL, RUNNER_PID
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 # Spins of a GNU OpenMP thread at a barrier before it sleeps. By default it spins for milliseconds; if anything else
 # needs a core (communication threads, data loaders, another job), the threads of a rank then wait for each other: a GPT

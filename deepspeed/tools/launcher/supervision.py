@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.processes import (
     adopt_orphans,
     end_with_us,
@@ -20,8 +20,6 @@ from deepspeed.tools.launcher.processes import (
     own_children,
     remove,
 )
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import os
 import re
 import shlex
@@ -20,14 +19,12 @@ from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.addresses import check_connection, master_address
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
 from deepspeed.tools.launcher.devices import is_this_machine
-from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.hostfile import checked_host
 from deepspeed.tools.launcher.hosts import ssh
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
 from deepspeed.tools.launcher.launch import choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.supervision import RUNNER_PID, supervise
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 END_TIMEOUT_S = 10.0
 ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")

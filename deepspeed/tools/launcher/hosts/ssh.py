@@ -7,7 +7,6 @@ name; failures of ranks come back as data, so that the root cause is reported on
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import shlex
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from deepspeed.base.constants import TIME_IS_UP
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.failures import Failure, causes_first, read_report, show
 from deepspeed.tools.launcher.hosts.remote import MARK
 from deepspeed.tools.launcher.processes import (
@@ -32,8 +32,6 @@ from deepspeed.tools.launcher.processes import (
     own_children,
 )
 from deepspeed.tools.launcher.supervision import LAST_RESORT_S, RESTART_SIGNAL
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 CONNECTION_FAILED = 255  # ssh's own exit code
 RETRY_S = 10.0  # delay before an elastic job tries a lost machine again
