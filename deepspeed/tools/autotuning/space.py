@@ -150,32 +150,26 @@ def choices_of(
         (memory if key in MEMORY_KEYS else speed).append(
             group if key in MEMORY_KEYS else (SpaceChoice(), *group)
         )
-    if not fast:
-        open_ = {key for key in (OFFLOAD, BUDGET, BUCKET, PREFETCH) if value_at(config, key) is None}
-        open_ -= {key for key in open_ if any(given.startswith(key) for given in tuning_space)}
-        memory += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
-        speed += [(SpaceChoice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
+    for key, values in BUILT_IN.items() if not fast else ():
+        if value_at(config, key) is None and not any(given.startswith(key) for given in tuning_space):
+            group = (SpaceChoice(), *(SpaceChoice(changes, _saves(key)) for changes in values))
+            (memory if key in (OFFLOAD, BUDGET) else speed).append(group)
     return SpaceChoices(tuple(memory), tuple(speed))
 
 
-def _offloads() -> tuple[SpaceChoice, ...]:
-    shares = [((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)]
-    return (SpaceChoice(), *(SpaceChoice(changes) for changes in shares))
-
-
-def _budgets() -> tuple[SpaceChoice, ...]:
-    return (SpaceChoice(), *(SpaceChoice(((BUDGET, share),)) for share in (0.5, 0.2)))
-
-
-def _sizes(key: str) -> list[SpaceChoice]:
-    values = (50_000_000, 5_000_000) if key == BUCKET else (5_000_000, 200_000_000)
-    return [SpaceChoice(((key, value),), COMMUNICATION) for value in values]
+BUILT_IN: dict[str, tuple[tuple[tuple[str, Any], ...], ...]] = {
+    OFFLOAD: tuple(((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)),
+    BUDGET: (((BUDGET, 0.5),), ((BUDGET, 0.2),)),
+    BUCKET: (((BUCKET, 50_000_000),), ((BUCKET, 5_000_000),)),
+    PREFETCH: (((PREFETCH, 5_000_000),), ((PREFETCH, 200_000_000),)),
+}
+"""By key that the config may leave open: the changes to try."""
 
 
 def _saves(key: str) -> str:
     if key == THREADS:
         return COMPUTE
-    return COMMUNICATION if key in (BUCKET, PREFETCH) or "bucket" in key or "overlap" in key else ANYTHING
+    return COMMUNICATION if "bucket" in key or "overlap" in key else ANYTHING
 
 
 def threads_to_try(cores: int, ranks: int) -> tuple[SpaceChoice, ...]:
