@@ -8,76 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from deepspeed.config.plan import Plan
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.planning.event_log import EventRecorder
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
-from deepspeed.planning.optimizer_states import OptimizerProfile
-from deepspeed.planning.planned_model import PlannedModel
-from deepspeed.planning.rehearsal import SumScratch, rehearse
-from deepspeed.zero.partitioning import cut_sharded, cut_whole
-from deepspeed.zero.replica_groups import BROADCAST_NUMEL, DENSE, expert_parallel_size
-
-if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+from deepspeed.planning.offload import CountedMemory, Offload
+from deepspeed.planning.rehearsal import rehearse
+from deepspeed.planning.setting import BucketUse, RankSetting
+from deepspeed.zero.replica_groups import BROADCAST_NUMEL
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSetting:
-    """Input of the planner: a model, a plan, and the ranks.
-
-    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu", device memory is host memory. ``zero_init``: the
-    model is built under ``zero.Init`` (stage 3) and is never whole on a rank.
-    """
-
-    model: PlannedModel
-    plan: Plan
-    zero: DeepSpeedZeroConfig
-    optimizer: OptimizerProfile
-    ranks: int
-    micro_batches: int = 1
-    device_type: str = "cuda"
-    zero_init: bool = False
-    shared_memory: bool = True
-    """Whether CPU ranks communicate through shared memory."""
-
-    @property
-    def has_device_memory(self) -> bool:
-        """True if the device has its own memory."""
-        return self.device_type != "cpu"
-
-    @property
-    def sum_scratch(self) -> SumScratch:
-        if self.has_device_memory:
-            return SumScratch.EXCHANGED
-        return SumScratch.NONE if self.shared_memory else SumScratch.MESSAGES
-
-    @property
-    def shards(self) -> int:
-        """Number of ranks that share one copy of dense weights: all, or a MiCS group."""
-        return self.shards_by_group[DENSE]
-
-    @cached_property
-    def shards_by_group(self) -> dict[str, int]:
-        """Number of ranks that share one copy, by replica group."""
-        size = int(self.zero.mics_shard_size)
-        wanted = size if self.plan.zero.in_groups else self.ranks
-        names = {DENSE, *(spec.replica_group for spec in self.model.specs)}
-        return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
-
-    @property
-    def near(self) -> MemoryPlace:
-        """The place where the model computes."""
-        return MemoryPlace.DEVICE if self.has_device_memory else MemoryPlace.HOST
-
-    @cached_property
-    def buckets(self) -> Sequence[BucketUse]:
-        return cut_buckets(self)
+class PlanSetting(RankSetting):
+    """Input of the planner, with its rehearsal."""
 
     @cached_property
     def rehearsed(self) -> tuple[Mapping[MemoryPhase, Counter[MemoryKind]], EventRecorder]:
@@ -91,13 +34,7 @@ def plan_memory(setting: PlanSetting) -> Ledger:
     buckets = setting.buckets
     _building(ledger, setting, buckets)
     _weights(ledger, setting, buckets)
-    offload = Offload(
-        ledger,
-        CountedMemory(setting.device_type),
-        setting.plan,
-        setting.optimizer,
-        has_device_memory=setting.has_device_memory,
-    )
+    offload = Offload(ledger, setting)
     offload.place_states([bucket for bucket in buckets if bucket.trained], setting.model.group_of)
     _gradients(ledger, setting, buckets, offload)
     _moving(ledger, setting)
@@ -105,34 +42,6 @@ def plan_memory(setting: PlanSetting) -> Ledger:
     _masters_come_last(ledger, offload)
     ledger.notes += setting.model.notes
     return ledger
-
-
-def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
-    model, plan = setting.model, setting.plan
-    if not plan.zero.shard_params:
-        layouts = cut_whole(
-            model.specs[: model.trained], plan, setting.shards_by_group, setting.optimizer.grain
-        )
-        flat = plan.state_offload is not None
-        return [
-            BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
-            for layout in layouts
-        ]
-    uses = []
-    host_numel = 0
-    for layout, persistent in cut_sharded(
-        model.specs, setting.zero, setting.shards_by_group, setting.optimizer.grain
-    ):
-        place, offload = setting.near, plan.param_offload
-        if offload is not None and not persistent:  # in the order of ``ParamStorage.store``
-            place = MemoryPlace.HOST
-            if offload.files(layout.shard_numel, host_numel):
-                place = MemoryPlace.DISK
-            else:
-                host_numel += layout.shard_numel
-        trained = any(slot.param < model.trained for slot in layout.slots)
-        uses.append(BucketUse(layout, place, flat=True, trained=trained, persistent=persistent))
-    return uses
 
 
 # Before the first step ---------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from deepspeed.comm.transports.gloo import scratch_shape
 from deepspeed.config.plan import Packing, ParamOffload
 from deepspeed.planning.event_log import EventRecorder
 from deepspeed.planning.ledger import MemoryKind, MemoryPhase
+from deepspeed.planning.setting import RankSetting, SumScratch
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
@@ -38,9 +38,6 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
 from deepspeed.zero.states.store import ResidentTier
-
-if TYPE_CHECKING:
-    from deepspeed.planning.planner import PlanSetting
 
 META = torch.device("meta")
 HERE = torch.device("cpu")
@@ -127,17 +124,6 @@ class SimulatedPool(BufferPool):
         free = [buffer for buffers in self._free.values() for buffer in buffers]
         held = sum(t.numel() * t.element_size() for t in [*self._out.values(), *free])
         self.meter.change(MemoryKind.BUCKETS, held - self.meter.now[MemoryKind.BUCKETS])
-
-
-class SumScratch(Enum):
-    """Scratch memory of a sum over ranks, by transport."""
-
-    NONE = auto()
-    """Ranks share host memory."""
-    EXCHANGED = auto()
-    """Ranks on devices (``comm/transports/exchanged_sums.py``)."""
-    MESSAGES = auto()
-    """CPU ranks without shared memory (``comm/transports/gloo.py``)."""
 
 
 class SimulatedCommunicator(Communicator):
@@ -230,7 +216,7 @@ class SimulatedChannel(SimulatedCommunicator):
 class SimulatedReplicaGroups:
     """The replica groups of rank 0."""
 
-    def __init__(self, setting: PlanSetting, meter: Meter, log: EventRecorder) -> None:
+    def __init__(self, setting: RankSetting, meter: Meter, log: EventRecorder) -> None:
         self.setting, self.meter, self.log = setting, meter, log
         self.all_ranks = SimulatedCommunicator(setting.ranks, meter, log)
         self.near: dict[str, SimulatedCommunicator] = {}
@@ -345,7 +331,7 @@ class SimulatedStorage(ParamStorage):
 class Rehearsal:
     """A few simulated optimizer steps of rank 0."""
 
-    def __init__(self, setting: PlanSetting) -> None:
+    def __init__(self, setting: RankSetting) -> None:
         self.setting = setting
         self.meter, self.log = Meter(), EventRecorder()
         self.replica_groups = SimulatedReplicaGroups(setting, self.meter, self.log)
@@ -466,7 +452,7 @@ class Rehearsal:
         self.arrivals.deliver(call)
 
 
-def rehearse(setting: PlanSetting) -> tuple[dict[MemoryPhase, Counter[MemoryKind]], EventRecorder]:
+def rehearse(setting: RankSetting) -> tuple[dict[MemoryPhase, Counter[MemoryKind]], EventRecorder]:
     """Rehearse a steady step of the setting. Returns, by phase, the peak of temporary bytes by kind, and the events of
     the step."""
     with torch.inference_mode(False), torch.enable_grad():

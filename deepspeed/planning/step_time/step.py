@@ -16,9 +16,9 @@ from deepspeed.ops.formats.codecs import codec_named
 from deepspeed.planning.event_log import CollectiveStart, CollectiveWait, ComputeCall
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
-from deepspeed.planning.offload import BucketUse
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.rehearsal import in_groups
+from deepspeed.planning.setting import BucketUse
 from deepspeed.planning.step_time.events import Link, Schedule, Task, simulate
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
