@@ -41,7 +41,8 @@ from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.scheduler_choice import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
-from deepspeed.planning.memory_check import RunSpec, check_fits, write_model_info_if_tuning
+from deepspeed.planning.memory_check import check_fits, write_model_info_if_tuning
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.transforms.record import transforms_of
 from deepspeed.zero.accumulation import AccumulationClock

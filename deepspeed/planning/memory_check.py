@@ -4,42 +4,19 @@ the memory need of every stage."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.base.sharded import full_numel
-from deepspeed.config.plan import Plan
 from deepspeed.planning.machine import neighbours, total_capacity
-
-if TYPE_CHECKING:
-    from deepspeed.comm.mesh import ProcessMesh
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.planning.run_spec import RunSpec
 
 SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start without this check."""
 
 MAX_BYTES_PER_PARAMETER = 64
 """Upper bound of any plan: if it stays below half of the available memory, no plan is made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """The arguments of ``initialize``, and the plan and mesh derived from them. Nothing of the run is allocated yet."""
-
-    module: nn.Module
-    plan: Plan
-    config: DeepSpeedConfig
-    mesh: ProcessMesh
-    optimizer: Any = None
-    """The client's optimizer, or a callable that builds it; None: the config's."""
-    model_parameters: Sequence[Any] | None = None
-    """Parameters and group dicts that the config's optimizer trains; None: all that require a gradient."""
 
 
 class MemoryPlanError(ExplainedError, ValueError):

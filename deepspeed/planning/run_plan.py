@@ -18,8 +18,8 @@ from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity, free_now, neighbours
-from deepspeed.planning.memory_check import RunSpec
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.planning.variants import changed, note_variants, refuse_beyond
 
 

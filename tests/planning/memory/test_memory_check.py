@@ -15,7 +15,8 @@ from deepspeed.config.plan import make_plan
 from deepspeed.planning import machine, memory_check
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity
-from deepspeed.planning.memory_check import MemoryPlanError, RunSpec, check_fits
+from deepspeed.planning.memory_check import MemoryPlanError, check_fits
+from deepspeed.planning.run_spec import RunSpec
 from tests.planning.memory.models import Gpt, config_for
 from tests.pool import distributed
 
