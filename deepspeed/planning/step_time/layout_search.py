@@ -224,9 +224,6 @@ class LayoutSearch:
             self.numel[experts] = sum(param.numel() for param in module.parameters())
         return self.numel[experts]
 
-    def _module(self, layout: ParallelLayout) -> nn.Module:
-        return self.modules.get(layout.experts, self.request.module)
-
     # Planning and simulation --------------------------------------------------------------------------------
 
     def _planned(self, layout: ParallelLayout) -> PlannedLayout | None:
@@ -250,7 +247,7 @@ class LayoutSearch:
         data = request.ranks // (layout.tensor * layout.stages)
         return replace(
             request,
-            module=self._module(layout),
+            module=self.modules.get(layout.experts, self.request.module),
             config=self._config(layout),
             ranks=data,
             ranks_per_sequence=layout.sequence,

@@ -119,17 +119,15 @@ class PDSHRunner(MultiNodeRunner):
         module = "deepspeed.tools.launcher.launch"
         launch = [sys.executable, "-u", "-m", module]
         job = f"--job={socket.gethostname()}-{os.getpid()}"  # the user may run two jobs on the same hosts
-        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
+        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n"]
+        launch += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
+        launch += node_options(self.args)
         words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
         # The brackets keep the pattern from matching pkill's own command line.
         ours = _for_pdsh(f"[{module[0]}]{module[1:]} --world_info={self.world_info_base64} {job} ")
         end = ["pdsh", *hosts, f"pkill -TERM -f {ours}"]
         return ["pdsh", "-S", *hosts, " && ".join(steps)], end, environment
-
-    def _launch_options(self) -> list[str]:
-        address, port = self.args.master_addr, self.args.master_port
-        return [f"--master_addr={address}", f"--master_port={port}", *node_options(self.args)]
 
 
 def _double_quoted(text: str) -> str:
