@@ -7,6 +7,7 @@ they are tried one at a time, from the best point so far, if the part of the ste
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +85,7 @@ class Point:
     def model_ranks(self) -> int:
         """Return the number of ranks that work on the same samples."""
         found = self.changes
-        return (
-            int(found.get(TENSOR, 1) or 1) * int(found.get(SEQUENCE, 1) or 1) * int(found.get(STAGES, 1) or 1)
-        )
+        return math.prod(int(found.get(key) or 1) for key in (TENSOR, SEQUENCE, STAGES))
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,8 @@ def causes_first(entries: Iterable[Failure]) -> list[Failure]:
         return in_order(failures)
     began = min(failure.at for failure in causes)
     departed_by_rank = {entry.rank: entry for entry in entries if entry.departed and entry.at <= began}
-    return in_order(
-        [
-            *departed_by_rank.values(),
-            *(failure for failure in failures if failure.rank not in departed_by_rank),
-        ]
-    )
+    others = [failure for failure in failures if failure.rank not in departed_by_rank]
+    return in_order([*departed_by_rank.values(), *others])
 
 
 def _is_refused_option(failure: Failure) -> bool:

@@ -52,10 +52,9 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
     try:
         if name == SSH_LAUNCHER:
             start = functools.partial(ssh.run, *_over_ssh(args, active))
-            here = is_this_machine(hosts[0].rpartition("@")[2])
-            return functools.partial(_beside_store, start, args.master_port) if (
-                args.elastic_training and here
-            ) else start, reservation
+            if args.elastic_training and is_this_machine(hosts[0].rpartition("@")[2]):
+                start = functools.partial(_beside_store, start, args.master_port)
+            return start, reservation
         if name == PDSH_LAUNCHER and not args.no_ssh_check:
             check_connection(hosts[0], connect)
         return _by_program(args, active, name), reservation
