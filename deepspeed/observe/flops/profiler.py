@@ -100,7 +100,9 @@ class FlopsProfiler:
     def _sum(self) -> FlopsTotals:
         return FlopsTotals(
             counting.params_of(self.model),
-            *(total_work(self.model, kind) for kind in ("forward", "backward", "recomputed")),
+            total_work(self.model, "forward"),
+            total_work(self.model, "backward"),
+            total_work(self.model, "recomputed"),
             get_module_duration(self.model),
             counting.weight_bytes(self.model),
             counting.held_bytes(self.model),
