@@ -1,4 +1,4 @@
-"""What is planned for a rank: the model, the plan, the ranks, and the buckets into which a run would cut the model."""
+"""Input of the planner: the model, the plan, the ranks, and the buckets into which a run would cut the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BucketUse:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetting:
-    """What is planned: a model, a plan, and the ranks.
+    """A model, a plan, and the ranks.
 
     ``ranks``: all data-parallel ranks. ``device_type``: with "cpu", device memory is host memory. ``zero_init``: the
     model is built under ``zero.Init`` (stage 3) and is never whole on a rank.
