@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.base.exceptions import ExplainedError
-from deepspeed.observe.timeline.recorder import CATEGORY
+
+CATEGORY = "deepspeed"
+"""Category of this package's events; torch.profiler uses others."""
 
 
 class UnreadableTrace(ExplainedError, ValueError):
