@@ -108,7 +108,9 @@ def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:
     """Yield the edits of one round. Deprecated spellings are replaced once no correctable error is left."""
     taken: set[Path] = set()
     remedies = [(problem.path[:-1], problem.remedy) for problem in errors if problem.remedy is not None]
-    renames = Counter((*parents, remedy.rename) for parents, remedy in remedies if remedy.rename is not None)
+    renames: Counter[Path] = Counter(
+        (*parents, remedy.rename) for parents, remedy in remedies if remedy.rename is not None
+    )
     for problem in errors:
         if problem.remedy is None or not _leads_to_key(data, problem.path):
             continue
