@@ -23,8 +23,7 @@ import torch
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.ledger import STEADY, MemoryPlace
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.calibrated_costs import predict_step
-from deepspeed.planning.step_time.calibration import Calibration, load
+from deepspeed.planning.step_time.calibration import Calibration, load, predict_step
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call

@@ -19,6 +19,7 @@ INTERRUPTED = 130
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Container = TypeVar("Container", bound=argparse._ActionsContainer)
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
@@ -46,9 +47,9 @@ def takes(help: str, default: Any = None, **more: Any) -> dict[str, Any]:
     return {"help": help, **more}
 
 
-def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[str, Any]]) -> None:
-    """Add a table of options from usage, such as ``-H --hostfile FILE``, to the keywords of ``add_argument``. A plain
-    string is the help of a flag or of a positional argument."""
+def add_options(to: Container, rows: Mapping[str, str | dict[str, Any]]) -> Container:
+    """Add a table of options from usage, such as ``-H --hostfile FILE``, to the keywords of ``add_argument``; return
+    ``to``. A plain string is the help of a flag or of a positional argument."""
     for words, row in rows.items():
         names = [word for word in words.split() if word.startswith("-")] or [words]
         given: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
@@ -57,6 +58,7 @@ def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[st
         if not words.endswith(names[-1]):
             given["metavar"] = words.rpartition(" ")[2]
         to.add_argument(*names, **given)
+    return to
 
 
 def positive(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -122,18 +123,18 @@ def _changes(current: PlanAnswer) -> Iterator[Change]:
     """Yield the known changes, cheapest first: ZeRO stages (no time, then communication), host work, storage, changed
     numerics, smaller buckets and gathers, and last compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
-        yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
+        yield Change(f"zero_optimization.stage: {stage}", partial(_zero, stage))
     yield Change("build the model under deepspeed.zero.Init", _zero_init)
     path = _nvme_path(current.request)
     where = path or "<a folder on local storage>"
     for key in ("offload_optimizer", "offload_param"):
-        yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', _offload(key, "cpu", None))
+        yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', partial(_offload, key, "cpu", None))
     for key in ("offload_optimizer", "offload_param"):
         text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
-        yield Change(text, _offload(key, "nvme", path))
+        yield Change(text, partial(_offload, key, "nvme", path))
     # These change numerics: they round moments, the second one weights, too. On the host they also cost time.
-    yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
-    yield Change(SMALL_MASTERS, _small_states(masters=True))
+    yield Change("optimizer.params.state_bits: 8", partial(_small_states, False))
+    yield Change(SMALL_MASTERS, partial(_small_states, True))
     yield Change(f"zero_optimization.reduce_bucket_size: {SMALL_BUCKET}", _smaller_buckets)
     yield Change(
         "zero_optimization.stage3_max_live_parameters: 0 and stage3_max_reuse_distance: 0", _fewer_gathered
@@ -141,7 +142,7 @@ def _changes(current: PlanAnswer) -> Iterator[Change]:
     micro = current.config.train_micro_batch_size_per_gpu
     while micro > 1:
         micro //= 2
-        yield Change(f"train_micro_batch_size_per_gpu: {micro}", _micro_batch(micro))
+        yield Change(f"train_micro_batch_size_per_gpu: {micro}", partial(_micro_batch, micro))
     yield Change("activation checkpointing (model.gradient_checkpointing_enable())", _checkpointing)
 
 
@@ -162,60 +163,47 @@ def _zero_init(request: PlanRequest) -> PlanRequest | None:
     return replace(request, zero_init=True) if stage_3 and not request.zero_init else None
 
 
-def _zero(stage: int) -> Callable[[PlanRequest], PlanRequest | None]:
-    def apply(request: PlanRequest) -> PlanRequest | None:
-        section = _section(request)
-        return (
-            _with_section(request, {**section, "stage": stage}) if section.get("stage", 0) < stage else None
-        )
-
-    return apply
+def _zero(stage: int, request: PlanRequest) -> PlanRequest | None:
+    section = _section(request)
+    return _with_section(request, {**section, "stage": stage}) if section.get("stage", 0) < stage else None
 
 
-def _offload(key: str, device: str, path: str | None) -> Callable[[PlanRequest], PlanRequest | None]:
-    def apply(request: PlanRequest) -> PlanRequest | None:
-        section = _section(request)
-        present = section.get(key) or {}
-        if section.get("stage", 0) < (3 if key == "offload_param" else 1):
-            return None
-        if present.get("device", "none") in (device, "nvme") or (
-            device == "cpu" and request.device_type == "cpu"
-        ):
-            return None
-        target = {**present, "device": device}
-        if device == "cpu":
-            return _with_section(request, {**section, key: target})
-        target["nvme_path"] = path or "."
-        if key == "offload_param":
-            target.setdefault("max_in_cpu", 0)
-        changed = _with_section(request, {**section, key: target})
-        return changed if path else replace(changed, follow_disk=False)  # which disk is unknown
-
-    return apply
+def _offload(key: str, device: str, path: str | None, request: PlanRequest) -> PlanRequest | None:
+    section = _section(request)
+    present = section.get(key) or {}
+    if section.get("stage", 0) < (3 if key == "offload_param" else 1):
+        return None
+    on_host = device == "cpu"
+    if present.get("device", "none") in (device, "nvme") or (on_host and request.device_type == "cpu"):
+        return None
+    target = {**present, "device": device}
+    if on_host:
+        return _with_section(request, {**section, key: target})
+    target["nvme_path"] = path or "."
+    if key == "offload_param":
+        target.setdefault("max_in_cpu", 0)
+    changed = _with_section(request, {**section, key: target})
+    return changed if path else replace(changed, follow_disk=False)  # which disk is unknown
 
 
-def _small_states(*, masters: bool) -> Callable[[PlanRequest], PlanRequest | None]:
-    """Return the change to 8-bit Adam moments; ``masters``: and to bf16 weights without fp32 masters."""
-
-    def apply(request: PlanRequest) -> PlanRequest | None:
-        section, precision = request.config.get("optimizer"), request.config.get("bf16")
-        if request.optimizer is not None or not isinstance(section, dict):
-            return None
-        params = section.get("params") or {}
-        named = str(section.get("type", "")).lower() in ("adam", "adamw", "fusedadam")
-        chosen = params.get("torch_adam") or params.get("fp32_optimizer_states") is False
-        bf16 = isinstance(precision, dict) and bool(precision.get("enabled"))
-        if not named or chosen or (masters and not bf16):
-            return None
-        small = {"state_bits": 8, "stochastic_rounding": True} if masters else {"state_bits": 8}
-        if small.items() <= params.items():
-            return None
-        changes: dict[str, Any] = {"optimizer": {**section, "params": {**params, **small}}}
-        if masters:
-            changes["bf16"] = {**precision, "bf16_master_weights_and_grads": True}  # type: ignore[dict-item]
-        return replace(request, config={**request.config, **changes})
-
-    return apply
+def _small_states(masters: bool, request: PlanRequest) -> PlanRequest | None:
+    """Change to 8-bit Adam moments; ``masters``: and to bf16 weights without fp32 masters."""
+    section, precision = request.config.get("optimizer"), request.config.get("bf16")
+    if request.optimizer is not None or not isinstance(section, dict):
+        return None
+    params = section.get("params") or {}
+    named = str(section.get("type", "")).lower() in ("adam", "adamw", "fusedadam")
+    chosen = params.get("torch_adam") or params.get("fp32_optimizer_states") is False
+    bf16 = isinstance(precision, dict) and bool(precision.get("enabled"))
+    if not named or chosen or (masters and not bf16):
+        return None
+    small = {"state_bits": 8, "stochastic_rounding": True} if masters else {"state_bits": 8}
+    if small.items() <= params.items():
+        return None
+    changes: dict[str, Any] = {"optimizer": {**section, "params": {**params, **small}}}
+    if masters:
+        changes["bf16"] = {**precision, "bf16_master_weights_and_grads": True}  # type: ignore[dict-item]
+    return replace(request, config={**request.config, **changes})
 
 
 def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
@@ -225,24 +213,18 @@ def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
     waits = current.setting.has_device_memory and offload is not None and offload.folder is None
     if not waits or current.plan.zenflow is not None or current.plan.speculates:
         return []
-    found = []
-    for text, key, value in (
-        (
-            "zero_optimization.offload_optimizer.super_offload: true",
-            "offload_optimizer",
-            {"super_offload": True},
-        ),
-        ("zero_optimization.zenflow: {}", "zenflow", {}),
-    ):
+    super_offload = "zero_optimization.offload_optimizer.super_offload: true"
+    changes = (
+        Change(super_offload, partial(_with_key, "offload_optimizer", {"super_offload": True})),
+        Change("zero_optimization.zenflow: {}", partial(_with_key, "zenflow", {})),
+    )
+    tried = [(change.text, _tried(change, current.request)) for change in changes]
+    return [(text, planned) for text, planned in tried if planned is not None]
 
-        def apply(request: PlanRequest, key: str = key, value: dict[str, Any] = value) -> PlanRequest:
-            section = _section(request)
-            return _with_section(request, {**section, key: {**(section.get(key) or {}), **value}})
 
-        planned = _tried(Change(text, apply), current.request)
-        if planned is not None:
-            found.append((text, planned))
-    return found
+def _with_key(key: str, values: dict[str, Any], request: PlanRequest) -> PlanRequest:
+    section = _section(request)
+    return _with_section(request, {**section, key: {**(section.get(key) or {}), **values}})
 
 
 def _nvme_path(request: PlanRequest) -> str | None:
@@ -271,13 +253,10 @@ def _fewer_gathered(request: PlanRequest) -> PlanRequest | None:
     )
 
 
-def _micro_batch(size: int) -> Callable[[PlanRequest], PlanRequest | None]:
-    def apply(request: PlanRequest) -> PlanRequest | None:
-        if request.shape is None or request.sequence is None:
-            return None
-        return replace(request, micro_batch=size)
-
-    return apply
+def _micro_batch(size: int, request: PlanRequest) -> PlanRequest | None:
+    if request.shape is None or request.sequence is None:
+        return None
+    return replace(request, micro_batch=size)
 
 
 def _checkpointing(request: PlanRequest) -> PlanRequest | None:

@@ -1,31 +1,11 @@
-"""Journals of a rehearsed step: its events in the order of the training thread."""
+"""Journal of a rehearsed step: its events in the order of the training thread."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed.comm.pending import DONE, Pending
+from deepspeed.comm.pending import Pending
 from deepspeed.planning.ledger import MemoryPhase
-
-
-class EventLog:
-    """Receives the events of rehearsed steps; this one keeps none."""
-
-    def begin_step(self) -> None:
-        """Record the beginning of a rehearsed step."""
-
-    def begin_micro_batch(self) -> None: ...
-
-    def compute(self, phase: MemoryPhase, call: int) -> None:
-        """Record the forward or backward of a call; the parameters that it needs are gathered."""
-
-    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
-        """Record the start of a collective; waiting on the result records its end. ``nbytes``: size of the full buffer
-        that all ranks fill or sum, or that each sends from; ``stride``: between the ranks (1: neighbours)."""
-        return DONE
-
-
-NO_LOG = EventLog()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +34,8 @@ class CollectiveWait:
 
 
 @dataclass(slots=True)
-class EventRecorder(EventLog):
-    """A log that keeps the events of the last step, by micro-batch."""
+class EventRecorder:
+    """Keeps the events of the last rehearsed step, by micro-batch."""
 
     parts: list[list[ComputeCall | CollectiveStart | CollectiveWait]] = field(default_factory=list)
     started: int = 0
@@ -67,9 +47,12 @@ class EventRecorder(EventLog):
         self.parts.append([])
 
     def compute(self, phase: MemoryPhase, call: int) -> None:
+        """Record the forward or backward of a call; the parameters that it needs are gathered."""
         self.parts[-1].append(ComputeCall(phase, call))
 
-    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, stride: int) -> Pending:
+        """Record the start of a collective; waiting on the result records its end. ``nbytes``: size of the full buffer
+        that all ranks fill or sum, or that each sends from; ``stride``: between the ranks (1: neighbours)."""
         number, self.started = self.started, self.started + 1
         if not self.parts:
             return Pending()

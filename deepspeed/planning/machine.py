@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from deepspeed.planning.ledger import MemoryPlace
 
 _CGROUP = Path("/sys/fs/cgroup")
+LIMIT = ("memory.max", "memory/memory.limit_in_bytes")
+USE = ("memory.current", "memory/memory.usage_in_bytes")
+"""Files of a container's memory limit and use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +34,15 @@ class Capacity:
     disk: int | None = None
 
     def of(self, place: MemoryPlace) -> int | None:
-        from deepspeed.planning.ledger import MemoryPlace  # imported only when planning
-
-        return {MemoryPlace.DEVICE: self.device, MemoryPlace.HOST: self.host, MemoryPlace.DISK: self.disk}[
-            place
-        ]
+        return getattr(self, place.value)
 
 
 def free_now(plan: Plan, device_type: str) -> Capacity:
     """Return the bytes that can be allocated now."""
-    limit = _container_limit()
+    limit = _cgroup_number(*LIMIT)
     host = machine_available_bytes()
     if limit is not None:
-        host = min(host, max(0, limit - _container_use()))
+        host = min(host, max(0, limit - (_cgroup_number(*USE) or 0)))
     return Capacity(_device(device_type, total=False), host, free_disk(plan.swap_folders))
 
 
@@ -56,16 +55,8 @@ def total_capacity(plan: Plan, device_type: str) -> Capacity:
 @functools.cache
 def _host_total() -> int:
     total = psutil.virtual_memory().total
-    limit = _container_limit()
+    limit = _cgroup_number(*LIMIT)
     return (min(total, limit) if limit is not None else total) + psutil.swap_memory().total
-
-
-def _container_limit() -> int | None:
-    return _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
-
-
-def _container_use() -> int:
-    return _cgroup_number("memory.current", "memory/memory.usage_in_bytes") or 0
 
 
 def _cgroup_number(*names: str) -> int | None:

@@ -9,7 +9,6 @@ from torch import nn
 from deepspeed.ops.partitions import partition_balanced
 from deepspeed.planning.activations import TransformerShape
 from deepspeed.planning.planned_model import PlannedModel
-from deepspeed.zero.layout import ParamSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,11 @@ class ModelSplit:
         chosen = sorted({i for call in calls for i in call})
         matrices = {name for name, param in module.named_parameters() if param.dim() >= 2}
         place = {old: new for new, old in enumerate(chosen)}
-        specs = [self._cut(model.specs[old], new, matrices) for old, new in place.items()]
+        specs = []
+        for old, new in place.items():
+            spec = model.specs[old]
+            parts = self.tensor if spec.name in matrices else 1
+            specs.append(replace(spec, index=new, numel=-(-spec.numel // parts)))
         trained = sum(old < model.trained for old in chosen)
         return replace(
             model,
@@ -47,10 +50,6 @@ class ModelSplit:
             calls=[[place[i] for i in call] for call in calls],
             built_itemsizes=[model.built_itemsizes[old] for old in chosen],
         )
-
-    def _cut(self, spec: ParamSpec, index: int, matrices: set[str]) -> ParamSpec:
-        parts = self.tensor if spec.name in matrices else 1
-        return replace(spec, index=index, numel=-(-spec.numel // parts))
 
     def _calls(self, model: PlannedModel) -> tuple[int, int]:
         """Return the range of calls of this stage, balanced by parameters."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed.config.plan import Plan, ZenFlowPlan
+from deepspeed.config.plan import ZenFlowPlan
 from deepspeed.planning.ledger import (
     FROM_READY,
     STEADY,
@@ -19,33 +19,13 @@ from deepspeed.planning.ledger import (
     MemoryPhase,
     MemoryPlace,
 )
-from deepspeed.planning.optimizer_states import OptimizerProfile, StateSize
+from deepspeed.planning.optimizer_states import StateSize
+from deepspeed.planning.setting import BucketUse, RankSetting
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload import swap_file
 from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, make_tier
 from deepspeed.zero.states.fragments import sub_groups
 from deepspeed.zero.states.store import ResidentTier
-
-
-@dataclass(slots=True)
-class BucketUse:
-    """A bucket and the place of this rank's shard. ``flat``: its parameters are views of one buffer."""
-
-    layout: BucketLayout
-    place: MemoryPlace
-    flat: bool
-    trained: bool
-    persistent: bool = False
-
-    @property
-    def resting_bytes(self) -> int:
-        """Bytes of this rank's shard, which stage 3 keeps between uses."""
-        return self.layout.shard_numel * self.layout.dtype.itemsize
-
-    @property
-    def state_place(self) -> MemoryPlace:
-        """Place of resident masters and state: with the weights, but on the host if those are in a file."""
-        return MemoryPlace.HOST if self.place is MemoryPlace.DISK else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +84,17 @@ class CountedMemory:
         return self._grown[name]
 
 
-@dataclass(slots=True)
 class Offload:
     """Adds masters and state of the trained buckets to ``ledger``, placed as ``StateStore`` and its tier place them."""
 
-    ledger: Ledger
-    memory: CountedMemory
-    plan: Plan
-    optimizer: OptimizerProfile
-    has_device_memory: bool
-    tier: ResidentTier = field(default_factory=ResidentTier)
-    storing: int = 0
-    """Host bytes of the buffer through which masters are written to storage."""
+    def __init__(self, ledger: Ledger, setting: RankSetting) -> None:
+        self.ledger = ledger
+        self.memory = CountedMemory(setting.device_type)
+        self.plan, self.optimizer = setting.plan, setting.optimizer
+        self.has_device_memory = setting.has_device_memory
+        self.tier = ResidentTier()
+        self.storing = 0
+        """Host bytes of the buffer through which masters are written to storage."""
 
     def offloads(self, layout: BucketLayout) -> bool:
         return self.tier.offloads(layout)

@@ -77,14 +77,9 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
     return total
 
 
-def hooked_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the hooked modules of stage 3 in registration order (``zero/parameter_offload.py``)."""
-    return [owner for owner, _ in _hooked(module)]
-
-
-def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Return the hooked modules with their parameters: blocks and leaf modules are hooked as a whole, other modules
-    with their direct parameters."""
+def hooked_modules(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Return the hooked modules of stage 3 (``zero/parameter_offload.py``) with their parameters, in registration
+    order: blocks and leaf modules are hooked as a whole, other modules with their direct parameters."""
     whole = set(blocks_of(module))
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     seen: set[nn.Module] = set()
@@ -107,7 +102,7 @@ def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
 
 def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
     """Return the parameters by call of a hooked module, plus a last call for those that belong to no module."""
-    calls = [[index[id(param)] for param in params] for _, params in _hooked(module)]
+    calls = [[index[id(param)] for param in params] for _, params in hooked_modules(module)]
     reached = {i for call in calls for i in call}
     outside = [i for i in range(len(everything.params)) if i not in reached]
     return [*calls, outside] if outside else calls

@@ -8,96 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.ops.native import DEVICE_PIECE
-from deepspeed.planning.event_log import NO_LOG, EventLog, EventRecorder
+from deepspeed.planning.event_log import EventRecorder
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
-from deepspeed.planning.optimizer_states import OptimizerProfile
-from deepspeed.planning.planned_model import PlannedModel
-from deepspeed.planning.rehearsal import Rehearsal, SumScratch
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.partitioning import cut_sharded, cut_whole
-from deepspeed.zero.replica_groups import BROADCAST_NUMEL, DENSE, expert_parallel_size
-
-if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+from deepspeed.planning.offload import CountedMemory, Offload
+from deepspeed.planning.rehearsal import rehearse
+from deepspeed.planning.setting import BucketUse, RankSetting
+from deepspeed.zero.replica_groups import BROADCAST_NUMEL
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSetting:
-    """Input of the planner: a model, a plan, and the ranks.
-
-    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu", device memory is host memory. ``zero_init``: the
-    model is built under ``zero.Init`` (stage 3) and is never whole on a rank.
-    """
-
-    model: PlannedModel
-    plan: Plan
-    zero: DeepSpeedZeroConfig
-    optimizer: OptimizerProfile
-    ranks: int
-    micro_batches: int = 1
-    device_type: str = "cuda"
-    zero_init: bool = False
-    shared_memory: bool = True
-    """Whether CPU ranks communicate through shared memory."""
-
-    @property
-    def has_device_memory(self) -> bool:
-        """True if the device has its own memory."""
-        return self.device_type != "cpu"
-
-    @property
-    def sum_scratch(self) -> SumScratch:
-        if self.has_device_memory:
-            return SumScratch.EXCHANGED
-        return SumScratch.NONE if self.shared_memory else SumScratch.MESSAGES
-
-    @property
-    def shards(self) -> int:
-        """Number of ranks that share one copy of dense weights: all, or a MiCS group."""
-        return self.shards_by_group()[DENSE]
-
-    def shards_by_group(self) -> dict[str, int]:
-        """Return the number of ranks that share one copy, by replica group."""
-        return self._shards_by_group
+class PlanSetting(RankSetting):
+    """Input of the planner, with its rehearsal."""
 
     @cached_property
-    def _shards_by_group(self) -> dict[str, int]:
-        size = int(self.zero.mics_shard_size)
-        wanted = size if self.plan.zero.in_groups else self.ranks
-        names = {DENSE, *(spec.replica_group for spec in self.model.specs)}
-        return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
-
-    @property
-    def near(self) -> MemoryPlace:
-        """The place where the model computes."""
-        return MemoryPlace.DEVICE if self.has_device_memory else MemoryPlace.HOST
-
-    @cached_property
-    def buckets(self) -> Sequence[BucketUse]:
-        return cut_buckets(self)
-
-    @cached_property
-    def rehearsed(self) -> RehearsalResult:
-        """The rehearsal's result, shared by the memory plan and the step time."""
-        recorder = EventRecorder()
-        peaks = rehearsal_of(self, recorder).run()
-        return RehearsalResult(peaks=peaks, recorder=recorder)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsalResult:
-    """Result of a rehearsal. ``peaks``: temporary bytes by phase and kind. ``recorder``: the events of the last
-    step."""
-
-    peaks: Mapping[MemoryPhase, Counter[MemoryKind]]
-    recorder: EventRecorder
+    def rehearsed(self) -> tuple[Mapping[MemoryPhase, Counter[MemoryKind]], EventRecorder]:
+        """The result of ``rehearse``, shared by the memory plan and the step time."""
+        return rehearse(self)
 
 
 def plan_memory(setting: PlanSetting) -> Ledger:
@@ -106,13 +34,7 @@ def plan_memory(setting: PlanSetting) -> Ledger:
     buckets = setting.buckets
     _building(ledger, setting, buckets)
     _weights(ledger, setting, buckets)
-    offload = Offload(
-        ledger,
-        CountedMemory(setting.device_type),
-        setting.plan,
-        setting.optimizer,
-        has_device_memory=setting.has_device_memory,
-    )
+    offload = Offload(ledger, setting)
     offload.place_states([bucket for bucket in buckets if bucket.trained], setting.model.group_of)
     _gradients(ledger, setting, buckets, offload)
     _moving(ledger, setting)
@@ -120,50 +42,6 @@ def plan_memory(setting: PlanSetting) -> Ledger:
     _masters_come_last(ledger, offload)
     ledger.notes += setting.model.notes
     return ledger
-
-
-def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
-    model, plan = setting.model, setting.plan
-    if not plan.zero.shard_params:
-        layouts = cut_whole(
-            model.specs[: model.trained], plan, setting.shards_by_group(), setting.optimizer.grain
-        )
-        flat = plan.state_offload is not None
-        return [
-            BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
-            for layout in layouts
-        ]
-    storage = _ShardPlacement(plan.param_offload, setting)
-    return [
-        BucketUse(
-            layout,
-            setting.near if persistent else storage.place(layout),
-            flat=True,
-            trained=any(slot.param < model.trained for slot in layout.slots),
-            persistent=persistent,
-        )
-        for layout, persistent in cut_sharded(
-            model.specs, setting.zero, setting.shards_by_group(), setting.optimizer.grain
-        )
-    ]
-
-
-class _ShardPlacement:
-    """Chooses the places of stage-3 shards, in the order of ``ParamStorage.store``."""
-
-    def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
-        self.plan = plan
-        self.near = setting.near
-        self.host_numel = 0
-
-    def place(self, layout: BucketLayout) -> MemoryPlace:
-        if self.plan is None:
-            return self.near
-        numel = layout.shard_numel
-        if self.plan.files(numel, self.host_numel):
-            return MemoryPlace.DISK
-        self.host_numel += numel
-        return MemoryPlace.HOST
 
 
 # Before the first step ---------------------------------------------------------------------------------------
@@ -322,28 +200,10 @@ def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse
 
 
 def _moving(ledger: Ledger, setting: PlanSetting) -> None:
-    for phase, kinds in setting.rehearsed.peaks.items():
+    peaks, _ = setting.rehearsed
+    for phase, kinds in peaks.items():
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
-
-
-def rehearsal_of(setting: PlanSetting, log: EventLog = NO_LOG) -> Rehearsal:
-    """Build a rehearsal of the setting's buckets, which records its events in ``log``."""
-    buckets = setting.buckets
-    return Rehearsal(
-        layouts=[bucket.layout for bucket in buckets],
-        persistent=[bucket.persistent for bucket in buckets],
-        trained=[bucket.trained for bucket in buckets],
-        calls=setting.model.calls,
-        plan=setting.plan,
-        zero=setting.zero,
-        shards=setting.shards_by_group(),
-        all_ranks=setting.ranks,
-        micro_batches=setting.micro_batches,
-        has_device_memory=setting.has_device_memory,
-        scratch=setting.sum_scratch,
-        log=log,
-    )
 
 
 def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:

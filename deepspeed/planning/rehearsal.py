@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +21,10 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.pending import DONE
 from deepspeed.comm.transports.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.transports.gloo import scratch_shape
-from deepspeed.config.plan import Packing, ParamOffload, Plan
-from deepspeed.planning.event_log import NO_LOG, EventLog
+from deepspeed.config.plan import Packing, ParamOffload
+from deepspeed.planning.event_log import EventRecorder
 from deepspeed.planning.ledger import MemoryKind, MemoryPhase
+from deepspeed.planning.setting import RankSetting, SumScratch
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
@@ -39,9 +38,6 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
 from deepspeed.zero.states.store import ResidentTier
-
-if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 META = torch.device("meta")
 HERE = torch.device("cpu")
@@ -73,6 +69,11 @@ class Meter:
         self.now[kind] += nbytes
         if nbytes > 0:
             self._look()
+
+    def pass_through(self, kind: MemoryKind, nbytes: int) -> None:
+        """Count memory that is freed at once."""
+        self.change(kind, nbytes)
+        self.change(kind, -nbytes)
 
     def arrive(self, nbytes: int) -> None:
         self.arriving += nbytes
@@ -125,17 +126,6 @@ class SimulatedPool(BufferPool):
         self.meter.change(MemoryKind.BUCKETS, held - self.meter.now[MemoryKind.BUCKETS])
 
 
-class SumScratch(Enum):
-    """Scratch memory of a sum over ranks, by transport."""
-
-    NONE = auto()
-    """Ranks share host memory."""
-    EXCHANGED = auto()
-    """Ranks on devices (``comm/transports/exchanged_sums.py``)."""
-    MESSAGES = auto()
-    """CPU ranks without shared memory (``comm/transports/gloo.py``)."""
-
-
 class SimulatedCommunicator(Communicator):
     """A communicator whose peers answer immediately. ``stride``: between the ranks."""
 
@@ -143,9 +133,9 @@ class SimulatedCommunicator(Communicator):
         self,
         size: int,
         meter: Meter,
+        log: EventRecorder,
         *,
         scratch: SumScratch = SumScratch.NONE,
-        log: EventLog = NO_LOG,
         stride: int = 1,
     ) -> None:
         super().__init__(None)
@@ -177,8 +167,7 @@ class SimulatedCommunicator(Communicator):
         received = min(tensor.nbytes, SCRATCH_BYTES)
         sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent in place
         total = received // tensor.element_size() // self.size * 4
-        self.meter.change(MemoryKind.COMMUNICATION, sent + received + total)
-        self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
+        self.meter.pass_through(MemoryKind.COMMUNICATION, sent + received + total)
 
     def _received(self, tensor: Tensor, announced: Pending) -> Pending:
         """Count the buffers that receive this rank's shard from its peers, from the start of the sum until its wait."""
@@ -206,9 +195,7 @@ class SimulatedCommunicator(Communicator):
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
         """Count the payloads that are sent and received."""
-        packed = input.nbytes + output.nbytes
-        self.meter.change(MemoryKind.COMMUNICATION, packed)
-        self.meter.change(MemoryKind.COMMUNICATION, -packed)
+        self.meter.pass_through(MemoryKind.COMMUNICATION, input.nbytes + output.nbytes)
         return self._record("all_to_all", input.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
@@ -219,7 +206,7 @@ class SimulatedChannel(SimulatedCommunicator):
     """The communicator of a bucket's gather: takes the bytes from the layout, since the shard has no memory."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
-        super().__init__(near.size, near.meter, log=near.log, stride=near.stride)
+        super().__init__(near.size, near.meter, near.log, stride=near.stride)
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
@@ -227,43 +214,30 @@ class SimulatedChannel(SimulatedCommunicator):
 
 
 class SimulatedReplicaGroups:
-    """The replica groups of rank 0. ``shards``: ranks that share one copy, by replica group. ``scratch``: of their
-    communicators. ``group``: size of the groups of neighbours that hold a secondary copy (hpZ)."""
+    """The replica groups of rank 0."""
 
-    def __init__(
-        self,
-        shards: Mapping[str, int],
-        all_ranks: int,
-        meter: Meter,
-        *,
-        scratch: SumScratch,
-        log: EventLog = NO_LOG,
-        group: int = 1,
-    ) -> None:
-        self.all_ranks = SimulatedCommunicator(all_ranks, meter, log=log)
-        self.log = log
-        self.group = group
+    def __init__(self, setting: RankSetting, meter: Meter, log: EventRecorder) -> None:
+        self.setting, self.meter, self.log = setting, meter, log
+        self.all_ranks = SimulatedCommunicator(setting.ranks, meter, log)
         self.near: dict[str, SimulatedCommunicator] = {}
         """By replica group: the communicator in which gathers run."""
         self._known = {
-            name: self._replica_group(
-                name, size, all_ranks // expert_parallel_size(name, all_ranks), meter, scratch
-            )
-            for name, size in shards.items()
+            name: self._replica_group(name, size) for name, size in setting.shards_by_group.items()
         }
 
-    def _replica_group(
-        self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch
-    ) -> ReplicaGroup:
-        stride = self.all_ranks.size // holders  # stride: experts are spread over neighbours
+    def _replica_group(self, name: str, shards: int) -> ReplicaGroup:
+        """Build a replica group of which ``shards`` ranks share one copy."""
+        ranks, group = self.setting.ranks, self.setting.plan.packing.group
+        stride = expert_parallel_size(name, ranks)  # experts are spread over neighbours
+        holders, scratch = ranks // stride, self.setting.sum_scratch
         whole, shard, replicas = (
-            SimulatedCommunicator(ranks, meter, scratch=scratch, log=self.log, stride=stride * steps)
-            for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
+            SimulatedCommunicator(size, self.meter, self.log, scratch=scratch, stride=stride * steps)
+            for size, steps in ((holders, 1), (shards, 1), (holders // shards, shards))
         )
         self.near[name] = shard
-        if in_groups(size, self.group):
-            self.near[name] = SimulatedCommunicator(self.group, meter, log=self.log, stride=stride)
-        return ReplicaGroup(name, whole, shard, replicas, divisor=self.all_ranks.size)
+        if in_groups(shards, group):
+            self.near[name] = SimulatedCommunicator(group, self.meter, self.log, stride=stride)
+        return ReplicaGroup(name, whole, shard, replicas, divisor=ranks)
 
     def __getitem__(self, name: str) -> ReplicaGroup:
         return self._known[name]
@@ -354,181 +328,137 @@ class SimulatedStorage(ParamStorage):
         return lambda: None
 
 
-@dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """A few simulated optimizer steps; ``run`` returns, by phase, the peak of temporary memory.
+    """A few simulated optimizer steps of rank 0."""
 
-    Args:
-        layouts: all buckets; ``persistent`` and ``trained``: flags by bucket.
-        calls: parameter indices by call of forward.
-        shards: ranks that share one copy, by replica group; ``all_ranks``: all data-parallel ranks.
-        has_device_memory: whether the device has its own memory.
-    """
-
-    layouts: Sequence[BucketLayout]
-    persistent: Sequence[bool]
-    trained: Sequence[bool]
-    calls: Sequence[Sequence[int]]
-    plan: Plan
-    zero: DeepSpeedZeroConfig
-    shards: Mapping[str, int]
-    all_ranks: int
-    micro_batches: int
-    has_device_memory: bool
-    scratch: SumScratch = SumScratch.NONE
-    meter: Meter = field(default_factory=Meter)
-    log: EventLog = NO_LOG
-
-    def run(self) -> dict[MemoryPhase, Counter[MemoryKind]]:
-        with torch.inference_mode(False), torch.enable_grad():
-            replica_groups = SimulatedReplicaGroups(
-                self.shards,
-                self.all_ranks,
+    def __init__(self, setting: RankSetting) -> None:
+        self.setting = setting
+        self.meter, self.log = Meter(), EventRecorder()
+        self.replica_groups = SimulatedReplicaGroups(setting, self.meter, self.log)
+        self.params = self._params()
+        self.buckets = [
+            SimulatedBucket(
+                bucket.layout,
+                self.params,
+                self.replica_groups[bucket.layout.replica_group].shard,
                 self.meter,
-                scratch=self.scratch,
-                log=self.log,
-                group=self.plan.packing.group,
+                persistent=bucket.persistent,
             )
-            params = self._params()
-            buckets = [
-                SimulatedBucket(
-                    layout,
-                    params,
-                    replica_groups[layout.replica_group].shard,
-                    self.meter,
-                    persistent=persistent,
-                )
-                for layout, persistent in zip(self.layouts, self.persistent, strict=True)
-            ]
-            coordinator = self._coordinator(buckets, replica_groups) if self.plan.zero.shard_params else None
-            clock = AccumulationClock(min(self.micro_batches, 2))  # the first stands for all but the last
-            pool = SimulatedPool(self.meter)
-            reducer = self._reducer(buckets, params, replica_groups, coordinator, clock, pool)
-            known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
-            arrive = GradientArrivals(reducer, params, self.calls, known, self.meter)
-            found: Any = None
-            for step in range(STEPS):
-                self._step(step, buckets, coordinator, reducer, arrive, clock)
-                left = pool.sizes()
-                if coordinator is None and left == found:
-                    break  # steady: without a coordinator, only the pool carries state between steps
-                found = left
-        return self.meter.by_phase()
+            for bucket in setting.buckets
+        ]
+        self.coordinator = self._coordinator() if setting.plan.zero.shard_params else None
+        self.clock = AccumulationClock(min(setting.micro_batches, 2))  # the first stands for all but the last
+        self.pool = SimulatedPool(self.meter)
+        self.reducer = self._reducer()
+        self.arrivals = GradientArrivals(self.reducer, self.params, setting.model.calls, self.meter)
+        self.needs = self._needs()
 
-    def _step(
-        self,
-        step: int,
-        buckets: Sequence[SimulatedBucket],
-        coordinator: ParamCoordinator | None,
-        reducer: GradReducer,
-        arrive: GradientArrivals,
-        clock: AccumulationClock,
-    ) -> None:
+    def run(self) -> None:
+        """Rehearse steps until the state is steady."""
+        found: Any = None
+        for step in range(STEPS):
+            self._step(step)
+            left = self.pool.sizes()
+            if self.coordinator is None and left == found:
+                break  # steady: without a coordinator, only the pool carries state between steps
+            found = left
+
+    def _step(self, step: int) -> None:
         """Run the step's micro-batches, and reshard gathered parameters as the update does."""
         self.log.begin_step()
-        for _ in range(clock.steps):
+        for _ in range(self.clock.steps):
             self.log.begin_micro_batch()
-            self._enter(step, MemoryPhase.FORWARD)
-            last = self._forward(coordinator, self._needs(buckets), arrive)
-            self._enter(step, MemoryPhase.BACKWARD)
-            reducer.before_backward()
+            self.meter.enter(MemoryPhase.FORWARD)
+            last = self._forward()
+            self.meter.enter(MemoryPhase.BACKWARD)
+            self.reducer.before_backward()
             last.backward()
-            reducer.flush()
-            clock.tick()
-        self._enter(step, MemoryPhase.STEP)
-        if coordinator is not None:
-            coordinator.gatherer.end_of_step()
-            for bucket in buckets:
+            self.reducer.flush()
+            self.clock.tick()
+        self.meter.enter(MemoryPhase.STEP if step else MemoryPhase.FIRST_UPDATE)
+        if self.coordinator is not None:
+            self.coordinator.gatherer.end_of_step()
+            for bucket in self.buckets:
                 if not bucket.persistent:
                     bucket.reshard()
-            coordinator.end_of_step()
-        reducer.clear()
-
-    def _enter(self, step: int, phase: MemoryPhase) -> None:
-        self.meter.enter(MemoryPhase.FIRST_UPDATE if step == 0 and phase is MemoryPhase.STEP else phase)
+            self.coordinator.end_of_step()
+        self.reducer.clear()
 
     def _params(self) -> list[nn.Parameter]:
         """Return one meta parameter per parameter index."""
-        slots = {slot.param: (slot.numel, layout.dtype) for layout in self.layouts for slot in layout.slots}
+        layouts = [bucket.layout for bucket in self.setting.buckets]
+        slots = {slot.param: (slot.numel, layout.dtype) for layout in layouts for slot in layout.slots}
         return [
             nn.Parameter(torch.empty(numel, dtype=dtype, device=META), requires_grad=dtype.is_floating_point)
             for numel, dtype in (slots.get(i, (0, torch.float32)) for i in range(max(slots, default=-1) + 1))
         ]
 
-    def _coordinator(
-        self, buckets: Sequence[SimulatedBucket], replica_groups: SimulatedReplicaGroups
-    ) -> ParamCoordinator:
+    def _coordinator(self) -> ParamCoordinator:
+        zero = self.setting.zero
         gatherer = make_gatherer(
-            buckets,
-            SimulatedConnections(replica_groups),
-            SimulatedStorage(self.plan.param_offload),
-            device=META if self.has_device_memory else HERE,
-            prefetch_numel=int(self.zero.prefetch_bucket_size),
+            self.buckets,
+            SimulatedConnections(self.replica_groups),
+            SimulatedStorage(self.setting.plan.param_offload),
+            device=META if self.setting.has_device_memory else HERE,
+            prefetch_numel=int(zero.prefetch_bucket_size),
         )
-        return ParamCoordinator(buckets, gatherer, live_budget(self.zero))
+        return ParamCoordinator(self.buckets, gatherer, live_budget(zero))
 
-    def _reducer(
-        self,
-        buckets: Sequence[SimulatedBucket],
-        params: Sequence[nn.Parameter],
-        replica_groups: SimulatedReplicaGroups,
-        coordinator: ParamCoordinator | None,
-        clock: AccumulationClock,
-        pool: SimulatedPool,
-    ) -> GradReducer:
+    def _reducer(self) -> GradReducer:
         """Build the reducer. Sparse (row) sums are planned as dense ones, the worst case."""
+        plan, both = self.setting.plan, zip(self.buckets, self.setting.buckets, strict=True)
         grads = make_grad_buckets(
-            [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
-            self.plan,
-            replica_groups,
-            pool=pool,
+            [bucket for bucket, use in both if use.trained],
+            plan,
+            self.replica_groups,
+            pool=self.pool,
             tier=ResidentTier(),
         )
         return make_reducer(
-            params,
+            self.params,
             grads,
-            self.plan,
-            replica_groups.all_ranks,
-            coordinator,
-            at_boundary=lambda: clock.at_boundary,
+            plan,
+            self.replica_groups.all_ranks,
+            self.coordinator,
+            at_boundary=lambda: self.clock.at_boundary,
             device=HERE,
         )
 
-    def _needs(self, buckets: Sequence[SimulatedBucket]) -> list[list[int]]:
+    def _needs(self) -> list[list[int]]:
         """Return, by call, the indices of the non-persistent buckets that it needs whole."""
-        place = {slot.param: b for b, bucket in enumerate(buckets) for slot in bucket.layout.slots}
-        found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
-        return [[b for b in needs if not buckets[b].persistent] for needs in found]
+        place = {slot.param: b for b, bucket in enumerate(self.buckets) for slot in bucket.layout.slots}
+        calls = self.setting.model.calls
+        found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in calls]
+        return [[b for b in needs if not self.buckets[b].persistent] for needs in found]
 
-    def _forward(
-        self, coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any
-    ) -> Tensor:
+    def _forward(self) -> Tensor:
         """Build a chain of scalars, one link per call, whose hooks act in backward like those of a model."""
         link = torch.zeros((), requires_grad=True)
-        for call, buckets in enumerate(needs):
+        for call, buckets in enumerate(self.needs):
             frame: Frame | None = None
-            if coordinator is not None:
-                coordinator.enter(list(buckets))
+            if self.coordinator is not None:
+                self.coordinator.enter(list(buckets))
             self.log.compute(MemoryPhase.FORWARD, call)
             link = link * 1.0
-            if coordinator is not None:
-                frame = coordinator.leave()
-            link.register_hook(partial(_reached, coordinator, frame, arrive, self.log, call))
+            if self.coordinator is not None:
+                frame = self.coordinator.leave()
+            link.register_hook(partial(self._backward, frame, call))
         return link
 
+    def _backward(self, frame: Frame | None, call: int, _: Tensor) -> None:
+        if self.coordinator is not None and frame is not None and frame.held:
+            self.coordinator.backward(frame)
+        self.log.compute(MemoryPhase.BACKWARD, call)
+        self.arrivals.deliver(call)
 
-def _reached(
-    coordinator: ParamCoordinator | None,
-    frame: Frame | None,
-    arrive: Any,
-    log: EventLog,
-    call: int,
-    _: Tensor,
-) -> None:
-    if coordinator is not None and frame is not None and frame.held:
-        coordinator.backward(frame)
-    log.compute(MemoryPhase.BACKWARD, call)
-    arrive(call)
+
+def rehearse(setting: RankSetting) -> tuple[dict[MemoryPhase, Counter[MemoryKind]], EventRecorder]:
+    """Rehearse a steady step of the setting. Returns, by phase, the peak of temporary bytes by kind, and the events of
+    the step."""
+    with torch.inference_mode(False), torch.enable_grad():
+        rehearsal = Rehearsal(setting)
+        rehearsal.run()
+    return rehearsal.meter.by_phase(), rehearsal.log
 
 
 class GradientArrivals:
@@ -540,19 +470,24 @@ class GradientArrivals:
         reducer: GradReducer,
         params: Sequence[nn.Parameter],
         calls: Sequence[Sequence[int]],
-        known: set[int],
         meter: Meter,
     ) -> None:
         self.reducer = reducer
         self.params = params
-        self.uses = [[i for i in dict.fromkeys(call) if i in known] for call in calls]
-        self.firsts = _first_uses(calls, known)
         self.meter = meter
+        known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
+        self.uses = [[i for i in dict.fromkeys(call) if i in known] for call in calls]
+        self.firsts: list[set[int]] = []
+        """By call, the parameters whose first use it is."""
+        seen: set[int] = set()
+        for uses in self.uses:
+            self.firsts.append(set(uses) - seen)
+            seen.update(uses)
         self.waiting: set[int] = set()
         self.grads: dict[int, Tensor] = {}
         """Gradients by parameter: they have no memory, so each is reused."""
 
-    def __call__(self, call: int) -> None:
+    def deliver(self, call: int) -> None:
         for index in reversed(self.uses[call]):
             param = self.params[index]
             nbytes = param.shape[0] * param.dtype.itemsize
@@ -572,14 +507,3 @@ class GradientArrivals:
         if index not in self.grads:
             self.grads[index] = self.params[index].detach()  # `empty_like` takes a hundred times as long
         return self.grads[index]
-
-
-def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
-    """Return, by call, the parameters in ``known`` whose first use it is."""
-    seen: set[int] = set()
-    result: list[list[int]] = []
-    for call in calls:
-        new = [i for i in dict.fromkeys(call) if i in known and i not in seen]
-        seen.update(new)
-        result.append(new)
-    return result

@@ -53,9 +53,9 @@ def headline(answer: PlanAnswer) -> str:
 
 def table(answer: PlanAnswer) -> Iterator[str]:
     """Yield one block of lines per place: a row per kind, a column per phase."""
-    shown = [place for place in MemoryPlace if answer.ledger.peak(place)[0]]
-    for place in shown:
-        yield from _block(answer, place)
+    for place in MemoryPlace:
+        if answer.ledger.peak(place)[0]:
+            yield from _block(answer, place)
 
 
 def _block(answer: PlanAnswer, place: MemoryPlace) -> Iterator[str]:
@@ -77,9 +77,7 @@ def _block(answer: PlanAnswer, place: MemoryPlace) -> Iterator[str]:
 
 
 def _place_name(answer: PlanAnswer, place: MemoryPlace) -> str:
-    if place is MemoryPlace.DEVICE:
-        return answer.request.device_type
-    return "host" if place is MemoryPlace.HOST else "disk"
+    return answer.request.device_type if place is MemoryPlace.DEVICE else place.value
 
 
 def verdict(answer: PlanAnswer) -> Iterator[str]:

@@ -3,7 +3,6 @@ need at each stage."""
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity, free_now, neighbours
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.planning.run_spec import RunSpec
-from deepspeed.planning.variants import note_variants, refuse_beyond
+from deepspeed.planning.variants import changed, note_variants, refuse_beyond
 
 
 def shortage(run: RunSpec, capacity: Capacity, near: int, skip: str) -> str | None:
@@ -74,8 +73,6 @@ def _message(planned: PlanAnswer, skip: str) -> str:
 
 # The memory need at each ZeRO stage, for the autotuner: planned in the process that has the model, before training.
 
-_STAGES = (0, 1, 2, 3)
-
 
 def write_model_info(run: RunSpec) -> None:
     """Write a description of the model to ``autotuning.model_info_path``: its parameters and, by stage, the peak bytes
@@ -90,7 +87,7 @@ def write_model_info(run: RunSpec) -> None:
         "trainable_num_params": sum(full_numel(param) for param in params if param.requires_grad),
         "ranks_per_node": request.ranks_per_node,
         "device_type": request.device_type,
-        "stages": {str(stage): stage_need(request, stage) for stage in _STAGES},
+        "stages": {str(stage): stage_need(request, stage) for stage in range(4)},
         **note_variants(request, tuning.variants),
     }
     path = Path(tuning.model_info_path)
@@ -101,17 +98,14 @@ def write_model_info(run: RunSpec) -> None:
 
 def stage_need(request: PlanRequest, stage: int) -> dict[str, Any]:
     """Return the needed and the free bytes per place at this stage, or the error of an impossible config."""
-    config = copy.deepcopy(dict(request.config))
-    zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
+    config = changed(request.config, {"zero_optimization.stage": stage})
     try:
         found = answer(replace(request, config=config))
     except (DeepSpeedConfigError, ValueError, NotImplementedError) as error:
         return {"error": str(error)}
-    near = found.setting.near
     return {
-        "near": near.name.lower(),
-        "need": {place.name.lower(): found.need(place)[0] for place in MemoryPlace},
-        "free": {place.name.lower(): found.capacity.of(place) for place in MemoryPlace},
+        "near": found.setting.near.value,
+        "need": {place.value: found.need(place)[0] for place in MemoryPlace},
+        "free": {place.value: found.capacity.of(place) for place in MemoryPlace},
         "fits": not found.lacking(),
     }

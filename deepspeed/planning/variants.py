@@ -14,11 +14,10 @@ from deepspeed.base.sharded import full_numel
 from deepspeed.config.axes import SEQUENCE, TENSOR
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.link_time import link_times
-from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
+from deepspeed.planning.request import BATCH, PlanAnswer, PlanRequest, answer
 from deepspeed.zero.partitioning import blocks_of
 
 STAGES, EXPERTS = "pipeline.stages", "expert_parallel.autoep_size"
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def note_variants(request: PlanRequest, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -50,8 +50,7 @@ def parser() -> ArgumentParser:
         "--plot FILE": takes("plot the results (needs matplotlib)"),
         **{f"--{name.replace('_', '-')}": _only(name) for name in OPERATIONS},
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 def _only(operation: str) -> dict[str, Any]:

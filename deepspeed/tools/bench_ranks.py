@@ -60,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Namespace(**json.loads((argv or sys.argv[1:])[0]))
     init_distributed(options.backend, verbose=False)
     if dist.get_world_size() == 1:
-        print(
-            "ds_bench: a single rank has no peer: start it with --num_gpus 2 or more",
-            file=sys.stderr,
-        )
+        print("ds_bench: a single rank has no peer: start it with --num_gpus 2 or more", file=sys.stderr)
         return 2
     rows = list(measure(options))
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from deepspeed.base.numa import available_cores, cpu_name
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps
-from deepspeed.planning.step_time.shapes import build_shape, is_shape
-from deepspeed.planning.step_time.user_model import call_of
+from deepspeed.planning.step_time.shapes import build_shape, call_of, is_shape
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools.launcher.ports import find_free
 from deepspeed.version import __version__
@@ -137,19 +136,7 @@ def _run(request: CalibrationRequest, ranks: int, threads: int, place: Place | N
     kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
-        job = {
-            "model": request.model,
-            "batch": request.batch,
-            "config": config,
-            "zero": kept,
-            "micro": request.micro,
-            "sequence": request.sequence,
-            "stages": list(request.stages),
-            "steps": request.steps,
-            "warmup": request.warmup,
-            "seconds": request.seconds,
-            "result": str(result),
-        }
+        job = {**asdict(request), "config": config, "zero": kept, "result": str(result)}
         given.write_text(json.dumps(job), encoding="utf-8")
         _start([request.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import deepspeed
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator, use_shared_memory
 from deepspeed.planning.planned_model import hooked_modules
-from deepspeed.planning.step_time.shapes import build_shape, is_shape, random_batch
-from deepspeed.planning.step_time.user_model import call_of, loss_of
+from deepspeed.planning.step_time.shapes import build_shape, call_of, is_shape, loss_of, random_batch
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes per rank in the timed collectives."""
@@ -49,7 +49,8 @@ class TimedModel:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.batch: Any = random_batch(vocabulary, micro, sequence, device, seed=rank)
         else:
-            self.module, self.batch = call_of(name)(), _moved(call_of(batch or "")(), device)
+            self.module = call_of(name)()
+            self.batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), call_of(batch or "")())
         self.engine = deepspeed.initialize(
             model=self.module, model_parameters=self.module.parameters(), config=config
         )[0]
@@ -66,14 +67,6 @@ class TimedModel:
 
     def close(self) -> None:
         self.engine.destroy()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    return tuple(_moved(each, device) for each in value)
 
 
 def _now() -> float:
@@ -110,7 +103,7 @@ class CallTimes:
     the earlier one."""
 
     def __init__(self, module: nn.Module) -> None:
-        owners = hooked_modules(module)
+        owners = [owner for owner, _ in hooked_modules(module)]
         self.forward, self.backward = [0.0] * len(owners), [0.0] * len(owners)
         self._running: tuple[list[float], int] | None = None
         self._since = 0.0
@@ -167,33 +160,25 @@ def _normal(values: Sequence[float]) -> list[float]:
 
 def lines(world: Communicator, device: torch.device) -> dict[str, dict[str, float]]:
     """Fit, for each operation, a line through its times over the bytes per rank."""
-    made = {
-        "all_gather": lambda n: _gather(world, n, device),
-        "reduce_scatter": lambda n: _scatter(world, n, device),
-        "all_reduce": lambda n: _reduce(world, n, device),
+    least = {
+        (name, size): math.inf for name in ("all_gather", "reduce_scatter", "all_reduce") for size in SIZES
     }
-    least = {(name, size): math.inf for name in made for size in SIZES}
     for _ in range(ROUNDS):  # the minimum over rounds: a slow moment in one round is not the collective's
         for name, size in least:
-            least[name, size] = min(least[name, size], _seconds(made[name](size)))
-    return {name: _line([(size, least[name, size]) for size in SIZES]) for name in made}
+            least[name, size] = min(least[name, size], _seconds(_collective(world, name, size, device)))
+    names = dict.fromkeys(name for name, _ in least)
+    return {name: _line([(size, least[name, size]) for size in SIZES]) for name in names}
 
 
-def _gather(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
+def _collective(world: Communicator, name: str, nbytes: int, device: torch.device) -> Callable[[], Any]:
     own = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
-    whole = own.new_empty(own.numel() * world.size)
-    return lambda: world.all_gather(whole, own).wait()
-
-
-def _scatter(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
-    whole = torch.zeros(nbytes // 2 * world.size, dtype=torch.bfloat16, device=device)
-    own = whole.new_empty(nbytes // 2)
-    return lambda: world.reduce_scatter(own, whole).wait()
-
-
-def _reduce(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
-    whole = torch.zeros(nbytes // 2 * world.size, dtype=torch.bfloat16, device=device)
-    return lambda: world.all_reduce(whole).wait()
+    whole = own.new_zeros(own.numel() * world.size)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: world.all_gather(whole, own).wait(),
+        "reduce_scatter": lambda: world.reduce_scatter(own, whole).wait(),
+        "all_reduce": lambda: world.all_reduce(whole).wait(),
+    }
+    return calls[name]
 
 
 def _seconds(act: Callable[[], Any], repeats: int = 21) -> float:

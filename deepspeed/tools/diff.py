@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--show N": takes("number of differences to list (default: 10)", 10, type=positive),
         "--json": "print the result as JSON",
     }
-    add_options(parser, options)
-    args = parser.parse_args(argv)
+    args = add_options(parser, options).parse_args(argv)
     a, b = read_run(args.run_a), read_run(args.run_b)
     found = compare(a, b, args.tolerance)
     if args.json:
@@ -59,12 +58,8 @@ def _tolerance(text: str) -> float:
 def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
     """Yield the result in a few lines."""
     for name, run in (("A", a), ("B", b)):
-        ranks, stage, precision = (
-            run.metadata["ranks"],
-            run.metadata["stage"],
-            run.metadata["numerics"]["precision"],
-        )
-        yield f"{name}: {run.folder}: {ranks} ranks, ZeRO stage {stage}, {precision}"
+        facts, precision = run.metadata, run.metadata["numerics"]["precision"]
+        yield f"{name}: {run.folder}: {facts['ranks']} ranks, ZeRO stage {facts['stage']}, {precision}"
     steps = [step for step in found.steps if step]
     what = f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
     if found.tolerance:

@@ -174,10 +174,8 @@ def _network_interface(report: MachineReport, machine: str) -> DoctorFinding:
     interfaces, chosen = report["interfaces"], report["chosen"]
     wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
     written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
-    found, remedy = (
-        f"{written}; there are {', '.join(interfaces)}",
-        f"unset {' '.join(wrong)}, or set an existing one",
-    )
+    found = f"{written}; there are {', '.join(interfaces)}"
+    remedy = f"unset {' '.join(wrong)}, or set an existing one"
     return _finding(not wrong, BAD, machine, "network interface", found, remedy)
 
 
@@ -291,8 +289,7 @@ def parser() -> ArgumentParser:
         "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
         "--report JSON": takes("used on remote machines: the arguments of `report_this_machine`"),
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 @exit_quietly("ds doctor")

@@ -32,8 +32,7 @@ def parse_arguments() -> argparse.Namespace:
             choices=(1, 2, 3),
         ),
     }
-    add_options(parser, options)
-    return parser.parse_args()
+    return add_options(parser, options).parse_args()
 
 
 def main(args: argparse.Namespace) -> None:

@@ -208,22 +208,16 @@ def _devices() -> Iterator[tuple[str, object]]:
 
 def _host() -> Iterator[tuple[str, object]]:
     cores = available_cores()
+    numa = "; ".join(format_range_list(node) for node in get_numa_cores()) or "unknown"
     yield "CPU", cpu_name()
-    yield "cores", f"{len(cores)} of {os.cpu_count()} ({format_range_list(cores)}), NUMA nodes: {_numa()}"
+    yield "cores", f"{len(cores)} of {os.cpu_count()} ({format_range_list(cores)}), NUMA nodes: {numa}"
     yield "threads of torch", torch.get_num_threads()
-    yield "native kernels", f"{native.isa() or 'no library'}, CPU capability of torch: {_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "native kernels", f"{native.isa() or 'no library'}, CPU capability of torch: {capability}"
     available, total = host_memory.machine_available_bytes(), host_memory.machine_total_bytes()
     yield "memory", f"{human_readable_size(available)} available of {human_readable_size(total)}"
     size = get_shm_size()
     yield f"shared memory ({SHARED_MEMORY})", "none" if size is None else human_readable_size(size)
-
-
-def _numa() -> str:
-    return "; ".join(format_range_list(node) for node in get_numa_cores()) or "unknown"
-
-
-def _capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def _communication() -> Iterator[tuple[str, object]]:

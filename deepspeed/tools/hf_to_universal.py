@@ -89,8 +89,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "--safe_serialization": "reject weights other than .safetensors files",
         "--num_workers": takes("accepted, no effect: files are converted in order", 4),
     }
-    add_options(parser, options)
-    given = parser.parse_args(args)
+    given = add_options(parser, options).parse_args(args)
     folder = convert(given.hf_checkpoint_dir, given.save_dir, safe_serialization=given.safe_serialization)
     print(f"wrote the universal checkpoint {folder}")
 

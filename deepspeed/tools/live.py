@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         "--port": takes("port to listen on, or the next free one (default: 8470)", 8470),
     }
-    add_options(parser, options)
-    args = parser.parse_args(argv)
+    args = add_options(parser, options).parse_args(argv)
     path = args.folder / NAME if args.folder.is_dir() else args.folder
     follower = Follower(path)
     if not path.exists():

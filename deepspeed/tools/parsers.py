@@ -151,8 +151,7 @@ def check() -> argparse.ArgumentParser:
         "--output FILE": takes("with --fix: write to FILE and leave CONFIG unchanged"),
         "--no-color": "print plain text even on a terminal",
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 def report() -> argparse.ArgumentParser:
@@ -166,8 +165,7 @@ def report() -> argparse.ArgumentParser:
         "PyTorch's operations (takes up to half a minute)",
         "--bench_dir": takes("folder for the file used to time async_io (default: a temporary one)"),
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 def elastic() -> argparse.ArgumentParser:
@@ -182,8 +180,7 @@ def elastic() -> argparse.ArgumentParser:
             0,
         ),
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 _IO_FOLDERS = {
@@ -224,8 +221,7 @@ def io() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_options(made.add_mutually_exclusive_group(required=True), _IO_FOLDERS)
-    add_options(made, _IO)
-    return made
+    return add_options(made, _IO)
 
 
 def nvme_tune() -> argparse.ArgumentParser:
@@ -246,5 +242,4 @@ def nvme_tune() -> argparse.ArgumentParser:
         "--loops": takes("repetitions (default: %(default)s)", 1),
         "--verbose": "print each measurement",
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)

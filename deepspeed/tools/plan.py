@@ -35,8 +35,7 @@ from deepspeed.planning.machine import Capacity, free_now
 from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer, config_of
 from deepspeed.planning.step_time import options as time_options
-from deepspeed.planning.step_time.shapes import build_shape, is_shape
-from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
+from deepspeed.planning.step_time.shapes import NoSuchFunction, build_shape, call_of, is_shape
 from deepspeed.planning.variants import put
 from deepspeed.tools import parsers
 from deepspeed.tools.config.clients import read_any, read_client
@@ -73,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _times(args: argparse.Namespace, found: PlanAnswer) -> Iterator[tuple[str, LinkTimes | PlanTimes]]:
     """Yield the predicted times, with their keys in the JSON output."""
-    link = _link_times(args, found)
-    if link is not None:
-        yield "link", link
+    if args.link_mbits is not None:
+        if args.nodes < 2:
+            raise SystemExit("ds plan: --link-mbits is the rate between nodes; give --nodes 2 or more")
+        yield "link", link_times(found, args.compute_seconds, args.link_mbits * 1e6 / 8)
     if time_options.is_asked(args):
         from deepspeed.tools.plan_time import times_of
 
@@ -99,14 +99,6 @@ def _spread_models(args: argparse.Namespace, request: PlanRequest) -> dict[int, 
         found[size] = module
         size *= 2
     return found or {1: request.module}
-
-
-def _link_times(args: argparse.Namespace, found: PlanAnswer) -> LinkTimes | None:
-    if args.link_mbits is None:
-        return None
-    if args.nodes < 2:
-        raise SystemExit("ds plan: --link-mbits is the rate between nodes; give --nodes 2 or more")
-    return link_times(found, args.compute_seconds, args.link_mbits * 1e6 / 8)
 
 
 class ModelError(ExplainedError, ValueError):
@@ -252,23 +244,18 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
         why = why_not_loaded(name, error) if isinstance(error, OSError) else error
         raise ModelError(f"--model {name}: {why}") from error
     with torch.device("meta"):
-        return _class_for(transformers, config)(config, dtype)
+        return _from_config(transformers, config, dtype)
 
 
-def _class_for(transformers: Any, config: Any) -> Any:
-    """Return a function that builds the model of ``config``: of its own class, else as a causal LM, else the bare
-    model."""
+def _from_config(transformers: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Build the model of ``config``: of its own class, else as a causal LM, else the bare model."""
     own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if own is not None and hasattr(own, "_from_config"):
-        return lambda config, dtype: own._from_config(config, dtype=dtype)
-
-    def build(config: Any, dtype: torch.dtype) -> nn.Module:
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except ValueError:
-            return transformers.AutoModel.from_config(config, dtype=dtype)
-
-    return build
+        return own._from_config(config, dtype=dtype)
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError:
+        return transformers.AutoModel.from_config(config, dtype=dtype)
 
 
 # Arguments ---------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from torch import nn
 
 from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer
-from deepspeed.planning.step_time.calibration import Calibration, load
-from deepspeed.planning.step_time.hardware import Device, NetworkSpec, device, network
+from deepspeed.planning.step_time.calibration import load
+from deepspeed.planning.step_time.hardware import NetworkSpec, device, network
 from deepspeed.planning.step_time.layout_search import LayoutRanking, LayoutSearch, samples_of
 from deepspeed.planning.step_time.options import TimeError
-from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, ParallelLayout, seconds_of
 from deepspeed.planning.step_time.shapes import is_shape
 from deepspeed.planning.step_time.step import StepTime
 from deepspeed.tools.calibrate import CalibrationRequest, calibrate
@@ -91,9 +91,21 @@ def times_of(
             f"--calibration {args.calibration} was measured on {measured.device_type}, but the plan is for "
             f"{found.request.device_type}: give --device {measured.device_type}"
         )
-    job = _job(found, joined, chosen, measured, args)
     request = found.request
-    step = seconds_of([found], job, request.split.tensor, sequence=request.ranks_per_sequence)
+    if request.shape is not None and request.sequence is None:
+        raise TimeError("the step time depends on the tokens per sample: give --sequence")
+    job = ParallelJob(
+        network=joined,
+        ranks_per_node=args.gpus,
+        device=chosen,
+        calibration=measured,
+        tokens=found.config.train_micro_batch_size_per_gpu * (request.sequence or 1),
+        sequence=request.sequence or 0,
+        shape=request.shape,
+        item=(found.plan.precision.param or torch.float32).itemsize,
+    )
+    layout = ParallelLayout(tensor=request.split.tensor, sequence=request.ranks_per_sequence)
+    step = seconds_of([found], job, layout)
     samples = samples_of(found)
     choices = None
     if args.choices:
@@ -103,27 +115,3 @@ def times_of(
     name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
     link = f" over {joined.name}" if args.nodes > 1 else ""
     return PlanTimes(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
-
-
-def _job(
-    found: PlanAnswer,
-    joined: NetworkSpec,
-    chosen: Device | None,
-    measured: Calibration | None,
-    args: argparse.Namespace,
-) -> ParallelJob:
-    request = found.request
-    if request.shape is not None and request.sequence is None:
-        raise TimeError("the step time depends on the tokens per sample: give --sequence")
-    dtype = found.plan.precision.param or torch.float32
-    tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
-    return ParallelJob(
-        network=joined,
-        ranks_per_node=args.gpus,
-        device=chosen,
-        calibration=measured,
-        tokens=tokens,
-        sequence=request.sequence or 0,
-        shape=request.shape,
-        item=dtype.itemsize,
-    )

@@ -32,8 +32,7 @@ def parser() -> ArgumentParser:
         "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
         "command": takes("command for the shell of each host", nargs=argparse.REMAINDER),
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 @exit_quietly("ds_ssh")

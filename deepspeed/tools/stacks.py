@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--all": "also print the stacks of threads without code of the script",
         "--json": "print one JSON object per rank",
     }
-    add_options(parser, options)
-    options = parser.parse_args(argv)
+    options = add_options(parser, options).parse_args(argv)
     processes = ranks_of_user()
     if options.pid is not None:
         processes = sorted(set(processes) & {options.pid, *descendants(options.pid)})
@@ -119,7 +118,7 @@ def rank_lines(process: int, answer: dict[str, Any] | None, *, every: bool = Fal
         lines += [f"  #{number} {_call(call)}" for number, call in enumerate(calls, first)]
     shown = [thread for thread in answer["threads"] if every or thread["of_user"]]
     for thread in shown:
-        lines += [f"thread {thread['name']}, innermost last:", *_indented(thread["stack"])]
+        lines += [f"thread {thread['name']}, innermost last:", *(f"  {line}" for line in thread["stack"])]
     others = [thread["name"] for thread in answer["threads"] if thread not in shown]
     if others:
         lines.append(f"threads without code of the script (--all prints them): {', '.join(others)}")
@@ -135,10 +134,6 @@ def _call(call: Sequence[Any]) -> str:
         + (f" with root {root}" if root is not None else "")
         + (f", {phase}" if phase else "")
     )
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
 
 
 if __name__ == "__main__":

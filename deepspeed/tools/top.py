@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--once": "print once and exit; the default without a terminal",
         "--ranks": "also show a line for each rank",
     }
-    add_options(parser, options)
-    args = parser.parse_args(argv)
+    args = add_options(parser, options).parse_args(argv)
     terminal = _is_terminal()
     try:
         if args.once or not terminal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from deepspeed.base.tables import padded
@@ -26,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-o --output FILE": takes("also write a single file with all ranks, for chrome://tracing", type=Path),
         "--show N": takes("rows per table (default: 10)", 10, type=positive),
     }
-    add_options(parser, options)
-    args = parser.parse_args(argv)
+    args = add_options(parser, options).parse_args(argv)
     traces = read_traces(args.path)
     if args.output is not None:
         args.output.write_text(json.dumps(join(traces)), encoding="utf-8")
@@ -37,34 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def summary(traces: Sequence[RankTrace], rows: int) -> Iterator[str]:
+def summary(traces: Sequence[RankTrace], most: int) -> Iterator[str]:
     """Yield plain-text tables. All times are in milliseconds."""
     steps = [step for trace in traces for step in steps_of(trace)]
+    rows: Rows = []
+    for rank, step, *times in map(astuple, sorted(steps, key=lambda each: (each.step, each.rank))):
+        rows.append((str(step), str(rank), *(f"{value:.2f}" for value in times)))
     yield "steps, in ms"
-    yield from table(
-        ("step", "rank", "total", "forward", "backward", "update", "exposed communication", "copies", "data"),
-        [
-            (str(each.step), str(each.rank))
-            + tuple(
-                f"{value:.2f}"
-                for value in (
-                    each.total,
-                    each.forward,
-                    each.backward,
-                    each.update,
-                    each.exposed,
-                    each.copies,
-                    each.data,
-                )
-            )
-            for each in sorted(steps, key=lambda each: (each.step, each.rank))
-        ],
-    )
+    columns = ("total", "forward", "backward", "update", "exposed communication", "copies", "data")
+    yield from table(("step", "rank", *columns), rows)
     waits = longest_waits(traces)
     yield "\nlongest waits, in ms over these steps"
     yield from table(
         ("rank", "for", "of", "ms", "times"),
-        [(str(w.rank), w.operation, w.subject, f"{w.milliseconds:.2f}", str(w.times)) for w in waits[:rows]],
+        [(str(w.rank), w.operation, w.subject, f"{w.milliseconds:.2f}", str(w.times)) for w in waits[:most]],
     )
     late = late_ranks(traces)
     if len(traces) > 1:
@@ -73,7 +59,7 @@ def summary(traces: Sequence[RankTrace], rows: int) -> Iterator[str]:
             ("rank", "waited for rank", "in", "ms", "times"),
             [
                 (str(e.waiting), str(e.late), e.subject, f"{e.milliseconds:.2f}", str(e.times))
-                for e in late[:rows]
+                for e in late[:most]
             ],
         )
     yield ""

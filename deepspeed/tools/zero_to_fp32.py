@@ -220,8 +220,7 @@ def command_parser(description: str) -> argparse.ArgumentParser:
         "--exclude_frozen_parameters": "write only trained parameters",
         "-d --debug": "show tracebacks",
     }
-    add_options(parser, options)
-    return parser
+    return add_options(parser, options)
 
 
 def run_command(

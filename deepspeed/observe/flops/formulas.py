@@ -31,10 +31,8 @@ def products(macs: int, besides: int = 0) -> OpWork:
     return OpWork(macs, 2 * macs + besides)
 
 
-def _argument(
-    args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None
-) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 # GEMMs ----------------------------------------------------------------------------------------------------------
@@ -93,10 +91,7 @@ def _convolution_macs(of: Tensor, weight: Tensor) -> int:
 
 
 def _convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    bias, transposed = (
-        _argument(args, kwargs, 2, "bias"),
-        bool(_argument(args, kwargs, 6, "transposed", False)),
-    )
+    bias, transposed = _argument(args, kwargs, 2, "bias"), _argument(args, kwargs, 6, "transposed")
     macs = _convolution_macs(args[0] if transposed else out, args[1])
     return products(macs, out.numel() if bias is not None else 0)
 
@@ -109,10 +104,7 @@ def _plain_convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
 
 def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     gradient, given, weight = args[:3]
-    transposed, wanted = (
-        bool(_argument(args, kwargs, 7, "transposed")),
-        _argument(args, kwargs, 10, "output_mask"),
-    )
+    transposed, wanted = _argument(args, kwargs, 7, "transposed"), _argument(args, kwargs, 10, "output_mask")
     macs = _convolution_macs(given if transposed else gradient, weight)
     return products(macs * (bool(wanted[0]) + bool(wanted[1])), gradient.numel() if wanted[2] else 0)
 

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.observe.flops import report, tree
-from deepspeed.observe.flops.counting import OpCounter, forget, running_counter
+from deepspeed.observe.flops import counting, report
+from deepspeed.observe.flops.counting import OpCounter, forget, running_counter, total_work
+from deepspeed.observe.flops.counting import get_module_duration as get_module_duration
+from deepspeed.observe.flops.counting import get_module_flops as get_module_flops
+from deepspeed.observe.flops.counting import get_module_macs as get_module_macs
 from deepspeed.observe.flops.formulas import OpWork
 from deepspeed.observe.flops.report import DEFAULT_PRECISION as DEFAULT_PRECISION
 from deepspeed.observe.flops.report import (
@@ -27,9 +30,6 @@ from deepspeed.observe.flops.report import (
 )
 from deepspeed.observe.flops.report import bytes_to_string as bytes_to_string
 from deepspeed.observe.flops.report import flops_to_string as flops_to_string
-from deepspeed.observe.flops.tree import get_module_duration as get_module_duration
-from deepspeed.observe.flops.tree import get_module_flops as get_module_flops
-from deepspeed.observe.flops.tree import get_module_macs as get_module_macs
 
 MODES = ("forward", "generate")
 
@@ -81,12 +81,12 @@ class FlopsProfiler:
         self._counter.end()
         self._counter = None
         self.started = False
-        tree.average(self.model, passes)
+        counting.average(self.model, passes)
         self._totals = self._sum()
 
     def reset_profile(self) -> None:
         """Reset all counts; a running profile keeps counting."""
-        for record in tree.records_in(self.model):
+        for record in counting.records_in(self.model):
             record.reset()
         if self._counter is not None:
             self._counter.clear()
@@ -99,14 +99,14 @@ class FlopsProfiler:
 
     def _sum(self) -> FlopsTotals:
         return FlopsTotals(
-            tree.params_of(self.model),
-            tree.forward_of(self.model),
-            tree.backward_of(self.model),
-            tree.recomputed_of(self.model),
-            tree.get_module_duration(self.model),
-            tree.weight_bytes(self.model),
-            tree.held_bytes(self.model),
-            tree.peak_bytes(self.model),
+            counting.params_of(self.model),
+            total_work(self.model, "forward"),
+            total_work(self.model, "backward"),
+            total_work(self.model, "recomputed"),
+            get_module_duration(self.model),
+            counting.weight_bytes(self.model),
+            counting.held_bytes(self.model),
+            counting.peak_bytes(self.model),
         )
 
     @property
@@ -174,7 +174,7 @@ class FlopsProfiler:
             profile_step: Step number for the title.
             module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
             top_modules: Number of module classes per level.
-            detailed: Also print the full module tree.
+            detailed: Also print the full module counting.
             output_file: Path of a file, whose folder is created; None prints to standard output.
         """
         totals = self.totals
@@ -196,7 +196,7 @@ class FlopsProfiler:
             report.write(lines, file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the module classes with the most parameters, MACs and time at each level of the tree."""
+        """Print the module classes with the most parameters, MACs and time at each level of the counting."""
         report.write(report.aggregated(self.model, module_depth, top_modules), sys.stdout)
 
 
@@ -242,7 +242,7 @@ def get_model_profile(
         args: Positional arguments.
         kwargs: Keyword arguments.
         print_profile: Print the profile.
-        detailed: Also print the full module tree.
+        detailed: Also print the full module counting.
         module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
         top_modules: Number of module classes per level.
         warm_up: Number of runs before the measured one.

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from torch import nn
 
 from deepspeed.base.tables import padded
-from deepspeed.observe.flops.counting import WorkCount
-from deepspeed.observe.flops.tree import (
+from deepspeed.observe.flops.counting import (
+    WorkCount,
     by_class_and_depth,
     get_module_duration,
     get_module_flops,
@@ -165,8 +165,12 @@ def rate(flops: float, seconds: float) -> str:
     return flops_to_string(flops / seconds if seconds else 0.0)
 
 
-def _line(label: str, value: object) -> str:
-    return f"{label:<{WIDTH}} {value}"
+def _lines(*rows: tuple[str, object]) -> list[str]:
+    return [f"{label:<{WIDTH}} {value}" for label, value in rows]
+
+
+def _number(value: float) -> str:
+    return number_to_string(value).strip()
 
 
 def summary(
@@ -175,31 +179,26 @@ def summary(
     """Return the lines of the profile's summary."""
     lines = ["", TITLE, f"Profile Summary at step {step}:", NOTATIONS, ""]
     if ranks is not None:
-        lines += [
-            _line("world size:", ranks.world),
-            _line("data parallel size:", ranks.data),
-            _line("model parallel size:", ranks.model),
-            _line("batch size per GPU:", ranks.batch),
-        ]
+        lines += _lines(
+            ("world size:", ranks.world),
+            ("data parallel size:", ranks.data),
+            ("model parallel size:", ranks.model),
+            ("batch size per GPU:", ranks.batch),
+        )
     model_parallel = ranks.model if ranks is not None else 1
     flops = totals.forward.flops
     forward_s = times.forward if times is not None else totals.seconds
-    lines += [
-        _line("params per gpu:", params_to_string(totals.params)),
-        _line(
-            "params of model = params per GPU * mp_size:", params_to_string(totals.params * model_parallel)
-        ),
-        _line("fwd MACs per GPU:", number_to_string(totals.forward.macs).strip()),
-        _line("fwd flops per GPU:", number_to_string(flops).strip()),
-        _line(
-            "fwd flops of model = fwd flops per GPU * mp_size:",
-            number_to_string(flops * model_parallel).strip(),
-        ),
-        _line("fwd latency:", duration_to_string(forward_s)),
-    ]
+    lines += _lines(
+        ("params per gpu:", params_to_string(totals.params)),
+        ("params of model = params per GPU * mp_size:", params_to_string(totals.params * model_parallel)),
+        ("fwd MACs per GPU:", _number(totals.forward.macs)),
+        ("fwd flops per GPU:", _number(flops)),
+        ("fwd flops of model = fwd flops per GPU * mp_size:", _number(flops * model_parallel)),
+        ("fwd latency:", duration_to_string(forward_s)),
+    )
     if times is not None:
-        lines.append(_line("bwd latency:", duration_to_string(times.backward)))
-    lines.append(_line("fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", rate(flops, forward_s)))
+        lines += _lines(("bwd latency:", duration_to_string(times.backward)))
+    lines += _lines(("fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", rate(flops, forward_s)))
     if times is not None:
         lines += _iteration(flops, times, recompute, ranks)
     return [*lines, *_counted(totals, times, ranks)]
@@ -210,66 +209,52 @@ def _iteration(flops: int, times: ModuleTimes, recompute: float, ranks: RankCoun
     backward, both = 2 + recompute, 3 + recompute
     together = times.forward + times.backward
     iteration = together + times.step
-    lines = [
-        _line(
-            f"bwd FLOPS per GPU = {backward:g} * fwd flops per GPU / bwd latency:",
-            rate(backward * flops, times.backward),
-        ),
-        _line(
-            f"fwd+bwd FLOPS per GPU = {both:g} * fwd flops per GPU / (fwd+bwd latency):",
-            rate(both * flops, together),
-        ),
-        _line("step latency:", duration_to_string(times.step)),
-        _line("iter latency:", duration_to_string(iteration)),
-    ]
+    back, whole = f"{backward:g} * fwd flops per GPU", f"{both:g} * fwd flops per GPU"
+    lines = _lines(
+        (f"bwd FLOPS per GPU = {back} / bwd latency:", rate(backward * flops, times.backward)),
+        (f"fwd+bwd FLOPS per GPU = {whole} / (fwd+bwd latency):", rate(both * flops, together)),
+        ("step latency:", duration_to_string(times.step)),
+        ("iter latency:", duration_to_string(iteration)),
+    )
     if ranks is not None:
         samples = ranks.batch * ranks.data / iteration if iteration else 0.0
-        lines.append(_line("samples/second:", round(samples, 2)))
+        lines += _lines(("samples/second:", round(samples, 2)))
     return lines
 
 
 def _counted(totals: FlopsTotals, times: ModuleTimes | None, ranks: RankCounts | None) -> list[str]:
     """Return lines with counted values, where the documented lines assume them."""
     lines = []
-    back = totals.backward.flops
+    back, again = totals.backward.flops, totals.recomputed.flops
     if back:
-        again = totals.recomputed.flops
-        lines += ["", _line("bwd flops per GPU, counted:", number_to_string(back).strip())]
+        lines += ["", *_lines(("bwd flops per GPU, counted:", _number(back)))]
         if again:
-            lines.append(_line("recomputed fwd flops per GPU, counted:", number_to_string(again).strip()))
+            lines += _lines(("recomputed fwd flops per GPU, counted:", _number(again)))
         if times is not None:
-            lines.append(
-                _line("bwd FLOPS per GPU = counted flops / bwd latency:", rate(back + again, times.backward))
-            )
+            speed = rate(back + again, times.backward)
+            lines += _lines(("bwd FLOPS per GPU = counted flops / bwd latency:", speed))
     if ranks is not None and ranks.world > 1:
-        lines.append(_line("fwd flops of all ranks, counted:", number_to_string(ranks.forward_flops).strip()))
+        lines += _lines(("fwd flops of all ranks, counted:", _number(ranks.forward_flops)))
         lines += _every_rank(ranks)
-    lines += [
-        _line("weights and buffers per GPU:", bytes_to_string(totals.weights)),
-        _line("activations per GPU, held after fwd:", bytes_to_string(totals.held)),
-        _line("activations per GPU, peak in fwd:", bytes_to_string(totals.peak)),
-    ]
-    return lines
+    return lines + _lines(
+        ("weights and buffers per GPU:", bytes_to_string(totals.weights)),
+        ("activations per GPU, held after fwd:", bytes_to_string(totals.held)),
+        ("activations per GPU, peak in fwd:", bytes_to_string(totals.peak)),
+    )
 
 
 def _every_rank(ranks: RankCounts) -> list[str]:
     """Return the line for the whole model, and a line per rank if ranks differ."""
     if not ranks.by_rank:
         return []
-    forward = sum(row[1] for row in ranks.by_rank)
-    lines = [
-        _line(
-            "fwd flops of the whole model for one batch of a data-parallel rank, counted:",
-            number_to_string(forward / ranks.copies).strip(),
-        )
-    ]
+    forward = _number(sum(row[1] for row in ranks.by_rank) / ranks.copies)
+    lines = _lines(("fwd flops of the whole model for one batch of a data-parallel rank, counted:", forward))
     if len(set(ranks.by_rank)) == 1:
         return lines
     for rank, (params, fwd, bwd, again, held, peak) in enumerate(ranks.by_rank[:MAX_RANKS]):
         lines.append(
-            f"  rank {rank}: params {params_to_string(params)}, fwd flops {number_to_string(fwd).strip()}, "
-            f"bwd flops {number_to_string(bwd + again).strip()}, held {bytes_to_string(held)}, "
-            f"peak {bytes_to_string(peak)}"
+            f"  rank {rank}: params {params_to_string(params)}, fwd flops {_number(fwd)}, "
+            f"bwd flops {_number(bwd + again)}, held {bytes_to_string(held)}, peak {bytes_to_string(peak)}"
         )
     return lines
 

@@ -13,10 +13,7 @@ class AimMonitor(MonitorBackend):
     """A run of ``experiment`` in the repository ``repo``."""
 
     key = "aim"
-
-    def __init__(self, aim_config: object) -> None:
-        self.run: Any = None
-        super().__init__(aim_config)
+    run: Any = None
 
     def _open(self) -> None:
         aim: Any = check_aim_availability()

@@ -32,12 +32,9 @@ class MlflowMonitor(MonitorBackend):
     affected."""
 
     key = "mlflow"
-
-    def __init__(self, mlflow_config: object) -> None:
-        self._client: Any = None
-        self._sender: Any = None
-        self.run_id: str | None = None
-        super().__init__(mlflow_config)
+    run_id: str | None = None
+    _client: Any = None
+    _sender: Any = None
 
     def _open(self) -> None:
         mlflow: Any = check_mlflow_availability()

@@ -13,11 +13,8 @@ class TrackioMonitor(MonitorBackend):
     """A run of ``project`` that ``trackio.init`` starts, with the samples processed so far as the step of each row."""
 
     key = "trackio"
-
-    def __init__(self, trackio_config: object) -> None:
-        self._trackio: Any = None
-        self._run: Any = None
-        super().__init__(trackio_config)
+    _trackio: Any = None
+    _run: Any = None
 
     @property
     def project(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from deepspeed.base.exceptions import ExplainedError
 
 CATEGORY = "deepspeed"
+"""Category of this package's events; torch.profiler uses others."""
 
 
 class UnreadableTrace(ExplainedError, ValueError):

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from deepspeed.observe.timeline.files import CATEGORY
+
 TRACKS = (
     "steps", "phases", "modules, forward", "modules, backward", "gathers", "collectives", "waits",
     "copies and swaps",
 )  # fmt: skip
 STEP, PHASE, FORWARD, BACKWARD, GATHER, COLLECTIVE, WAIT, COPY = TRACKS
-CATEGORY = "deepspeed"
-"""Category of this package's events; torch.profiler uses others."""
 
 
 class TimelineRecorder:

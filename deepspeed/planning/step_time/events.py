@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from deepspeed.base.exceptions import ExplainedError
 
@@ -26,19 +25,6 @@ class Task:
     wait: float = 0.0
 
 
-class Resource(Protocol):
-    def serve(self, start: float, work: float) -> float:
-        """Return the end, in seconds, of a task that begins at ``start``. Called in order of time."""
-        ...
-
-
-class Worker:
-    """A thread, core or stream, whose work is given in seconds."""
-
-    def serve(self, start: float, work: float) -> float:
-        return start + work
-
-
 class Link:
     """A link of ``rate`` bytes per second, with a token bucket: unused rate is saved, up to ``burst`` bytes, which may
     then pass at ``peak`` bytes per second."""
@@ -53,6 +39,7 @@ class Link:
         self._saved, self._at = burst, 0.0
 
     def serve(self, start: float, work: float) -> float:
+        """Return the end, in seconds, of a task that begins at ``start``. Called in order of time."""
         saved = min(self.burst, self._saved + self.rate * (start - self._at))
         end = start + max(work / self.peak, (work - saved) / self.rate)
         self._saved = max(0.0, saved + self.rate * (end - start) - work)
@@ -106,37 +93,22 @@ class Schedule:
             last[resource] = number
         return before
 
-    def chart(self, columns: int = 72) -> str:
-        """Draw a text chart with a line per resource: '#' while it serves a task."""
-        names = list(dict.fromkeys(task.resource for task in self.tasks))
-        width = max(map(len, names), default=0)
-        scale = columns / self.makespan if self.makespan else 0.0
-        lines = []
-        for name in names:
-            cells = ["."] * columns
-            for task, start, end in zip(self.tasks, self.starts, self.ends, strict=True):
-                if task.resource == name and end > start:
-                    low, high = int(start * scale), max(int(start * scale) + 1, round(end * scale))
-                    cells[low:high] = "#" * (min(high, columns) - low)
-            lines.append(f"{name:<{width}} {''.join(cells[:columns])}")
-        return "\n".join(lines)
-
 
 class CircularTasks(ExplainedError, ValueError):
     """The dependencies of tasks form a cycle."""
 
 
-def simulate(tasks: Sequence[Task], resources: Mapping[str, Resource]) -> Schedule:
-    """Simulate all tasks; a resource that is not given is a `Worker`. CircularTasks: some tasks never start."""
-    served = {name: resources.get(name) or Worker() for name in {task.resource for task in tasks}}
+def simulate(tasks: Sequence[Task], links: Mapping[str, Link]) -> Schedule:
+    """Simulate all tasks; a resource that is not one of ``links`` is a worker, whose work is given in seconds.
+    CircularTasks: some tasks never start."""
     waits_for = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
         for needed in set(task.after):
             followers[needed].append(number)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    queues: dict[str, list[tuple[float, int]]] = {name: [] for name in served}
-    free = dict.fromkeys(served, True)
+    queues: dict[str, list[tuple[float, int]]] = {task.resource: [] for task in tasks}
+    free = dict.fromkeys(queues, True)
     events = [(tasks[i].wait, i, False) for i, count in enumerate(waits_for) if not count]
     heapq.heapify(events)
     done = 0
@@ -161,7 +133,8 @@ def simulate(tasks: Sequence[Task], resources: Mapping[str, Resource]) -> Schedu
                 _, number = heapq.heappop(queues[name])
                 free[name] = False
                 starts[number] = now
-                ends[number] = served[name].serve(now, tasks[number].work)
+                work = tasks[number].work
+                ends[number] = links[name].serve(now, work) if name in links else now + work
                 heapq.heappush(events, (ends[number], number, True))
     if done < len(tasks):
         stuck = [tasks[i].name for i in range(len(tasks)) if waits_for[i]]

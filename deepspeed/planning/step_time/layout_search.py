@@ -21,7 +21,7 @@ from deepspeed.planning.activations import TransformerShape, activation_bytes
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
-from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, ParallelLayout, seconds_of
 from deepspeed.planning.step_time.step import StepTime
 
 MAX_TENSOR, MAX_SEQUENCE = 8, 16
@@ -31,39 +31,12 @@ PLANNED = 10
 """Number of top-ranked layouts that are planned and simulated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
-    """A parallel layout: the degree of each axis. ``offload``: 0 nothing, 1 optimizer states to the host, 2 parameters,
-    too."""
-
-    stage: int
-    tensor: int = 1
-    stages: int = 1
-    sequence: int = 1
-    experts: int = 1
-    offload: int = 0
-    checkpointing: bool = False
-
-    @property
-    def model_ranks(self) -> int:
-        """Number of ranks that work on the same samples."""
-        return self.tensor * self.stages * self.sequence
-
-    def __str__(self) -> str:
-        axes = {"TP": self.tensor, "PP": self.stages, "SP": self.sequence, "EP": self.experts}
-        parts = [f"ZeRO {self.stage}", *(f"{name} {size}" for name, size in axes.items() if size > 1)]
-        parts += [("", "offload", "offload all")[self.offload]] if self.offload else []
-        return ", ".join([*parts, *(["recompute"] if self.checkpointing else [])])
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """A planned and simulated layout. ``need``: peak bytes per rank where the model computes; ``host``: bytes of host
-    memory per node."""
+    """A planned and simulated layout. ``need``: peak bytes per rank where the model computes."""
 
     layout: ParallelLayout
     need: int
-    host: int
     fits: bool
     time: StepTime
     samples: int
@@ -174,24 +147,17 @@ class LayoutSearch:
         recompute = [request.checkpointing]
         if shape is not None and request.sequence and not request.checkpointing:
             recompute.append(True)
-        for stage, tp, pp, sp, ep, offload, checkpointing in itertools.product(
-            range(4),
-            tensor,
-            stages,
-            sequence,
-            self.modules or [1],
-            (0, 1, 2) if has_device_memory else (0,),
-            recompute,
-        ):
-            layout = ParallelLayout(
-                stage=stage,
-                tensor=tp,
-                stages=pp,
-                sequence=sp,
-                experts=ep,
-                offload=offload,
-                checkpointing=checkpointing,
-            )
+        values = {
+            "stage": range(4),
+            "tensor": tensor,
+            "stages": stages,
+            "sequence": sequence,
+            "experts": self.modules or [1],
+            "offload": (0, 1, 2) if has_device_memory else (0,),
+            "checkpointing": recompute,
+        }
+        for chosen in itertools.product(*values.values()):
+            layout = ParallelLayout(**dict(zip(values, chosen, strict=True)))
             if self._possible(layout, ranks):
                 yield layout
 
@@ -231,14 +197,7 @@ class LayoutSearch:
         near += 0.0 if layout.offload else states / data if layout.stage else states
         have = self.request.capacity.device
         need = near + self._activations(layout)
-        seconds = self.job.estimated_seconds(
-            (layout.tensor, layout.stages, layout.sequence),
-            numel,
-            data,
-            self.micro_batches(layout),
-            layout.stage,
-            recompute=layout.checkpointing,
-        )
+        seconds = self.job.estimated_seconds(layout, numel, data, self.micro_batches(layout))
         if layout.offload and self.job.device is not None:
             seconds += states / 12 / max(1, data) * self.job.device.host_update
         return have is not None and need > have, seconds
@@ -265,9 +224,6 @@ class LayoutSearch:
             self.numel[experts] = sum(param.numel() for param in module.parameters())
         return self.numel[experts]
 
-    def _module(self, layout: ParallelLayout) -> nn.Module:
-        return self.modules.get(layout.experts, self.request.module)
-
     # Planning and simulation --------------------------------------------------------------------------------
 
     def _planned(self, layout: ParallelLayout) -> PlannedLayout | None:
@@ -277,13 +233,11 @@ class LayoutSearch:
             return None
         near = MemoryPlace.DEVICE if self.request.device_type != "cpu" else MemoryPlace.HOST
         worst = max(found, key=lambda each: (bool(each.lacking()), each.ledger.peak(near)[0]))
-        time = seconds_of(found, self.job, layout.tensor, layout.stages, layout.sequence, layout.experts)
         return PlannedLayout(
             layout,
             worst.ledger.peak(near)[0],
-            worst.need(MemoryPlace.HOST)[0],
             not any(each.lacking() for each in found),
-            time,
+            seconds_of(found, self.job, layout),
             self.samples,
         )
 
@@ -293,7 +247,7 @@ class LayoutSearch:
         data = request.ranks // (layout.tensor * layout.stages)
         return replace(
             request,
-            module=self._module(layout),
+            module=self.modules.get(layout.experts, self.request.module),
             config=self._config(layout),
             ranks=data,
             ranks_per_sequence=layout.sequence,

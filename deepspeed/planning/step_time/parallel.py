@@ -15,16 +15,23 @@ from dataclasses import dataclass, replace
 from deepspeed.parallel.pipeline.schedules.orders import Durations, one_forward_one_backward
 from deepspeed.parallel.pipeline.schedules.orders import simulate as simulate_stages
 from deepspeed.planning.activations import TransformerShape
+from deepspeed.planning.event_log import ComputeCall
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanAnswer
-from deepspeed.planning.step_time.calibrated_costs import fabric_of, work_of
-from deepspeed.planning.step_time.calibration import Calibration
+from deepspeed.planning.step_time.calibration import Calibration, fabric_of, work_of
 from deepspeed.planning.step_time.fabric import Fabric
 from deepspeed.planning.step_time.hardware import Device, NetworkSpec, network
-from deepspeed.planning.step_time.program import ComputeCall, Event, StepProgram, program_of
 from deepspeed.planning.step_time.shapes import shape_flops
-from deepspeed.planning.step_time.step import StepMachine, StepTime, run, schedule_of
+from deepspeed.planning.step_time.step import (
+    Event,
+    StepMachine,
+    StepProgram,
+    StepTime,
+    program_of,
+    run,
+    schedule_of,
+)
 from deepspeed.planning.step_time.work import (
     BACKWARD,
     PlannedExchange,
@@ -36,6 +43,31 @@ from deepspeed.planning.step_time.work import (
 
 SIMULATED = 3
 """Micro-batches after which each further one takes as long as the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """A parallel layout: the degree of each axis. ``offload``: 0 nothing, 1 optimizer states to the host, 2 parameters,
+    too."""
+
+    stage: int = 0
+    tensor: int = 1
+    stages: int = 1
+    sequence: int = 1
+    experts: int = 1
+    offload: int = 0
+    checkpointing: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks that work on the same samples."""
+        return self.tensor * self.stages * self.sequence
+
+    def __str__(self) -> str:
+        axes = {"TP": self.tensor, "PP": self.stages, "SP": self.sequence, "EP": self.experts}
+        parts = [f"ZeRO {self.stage}", *(f"{name} {size}" for name, size in axes.items() if size > 1)]
+        parts += [("", "offload", "offload all")[self.offload]] if self.offload else []
+        return ", ".join([*parts, *(["recompute"] if self.checkpointing else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +93,18 @@ class ParallelJob:
         assert self.calibration is not None
         return StepMachine(fabric=fabric_of(self.calibration, self.network, self.ranks_per_node))
 
-    def estimated_seconds(
-        self,
-        degrees: tuple[int, int, int],
-        numel: float,
-        data: int,
-        micro_batches: int,
-        stage: int,
-        *,
-        recompute: bool,
-    ) -> float:
-        """Estimate the step time in seconds by closed formulas, without overlap. ``degrees``: (tensor, stages,
-        sequence); ``numel``: parameters of a rank's part; ``recompute``: activations are recomputed."""
-        tensor, stages, sequence = degrees
-        tokens = self.tokens / sequence
+    def estimated_seconds(self, layout: ParallelLayout, numel: float, data: int, micro_batches: int) -> float:
+        """Estimate the step time in seconds by closed formulas, without overlap. ``numel``: parameters of a rank's
+        part; ``data``: ranks that share its states."""
+        tensor, stages, stage = layout.tensor, layout.stages, layout.stage
+        tokens = self.tokens / layout.sequence
         rate = self._rate()
         flops = (
             shape_flops(self.shape, 1) * tokens / (tensor * stages)
             if self.shape is not None
             else 2.0 * numel * tokens
         )
-        compute = flops * (1 + BACKWARD + recompute) / rate * (micro_batches + stages - 1)
+        compute = flops * (1 + BACKWARD + layout.checkpointing) / rate * (micro_batches + stages - 1)
         near = self.ranks_per_node
         node = self.network.payload_rate * (near if self.network.per_device else 1)
         inside = self.machine.fabric.inside
@@ -103,31 +126,24 @@ class ParallelJob:
         return max(1.0, self.calibration.flops / max(alone.forward, 1e-12))
 
 
-def seconds_of(
-    found: Sequence[PlanAnswer],
-    job: ParallelJob,
-    tensor: int = 1,
-    stages: int = 1,
-    sequence: int = 1,
-    experts: int = 1,
-) -> StepTime:
+def seconds_of(found: Sequence[PlanAnswer], job: ParallelJob, layout: ParallelLayout) -> StepTime:
     """Predict the step time, from the plans of a rank on the first and on the last stage (a single one if there is one
     stage)."""
-    works = [_work(each, job, tensor, sequence, experts) for each in found]
+    works = [_work(each, job, layout) for each in found]
     settings = [each.setting for each in found]
-    if stages == 1:
-        return _accumulated(settings[0], works[0], job.machine, tensor)
-    return _pipeline(settings, works, job, tensor, stages)
+    if layout.stages == 1:
+        return _accumulated(settings[0], works[0], job.machine, layout.tensor)
+    return _pipeline(settings, works, job, layout.tensor, layout.stages)
 
 
-def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, experts: int) -> StepWork:
+def _work(found: PlanAnswer, job: ParallelJob, layout: ParallelLayout) -> StepWork:
     setting, request = found.setting, found.request
-    tokens = job.tokens // sequence
+    tokens = job.tokens // layout.sequence
     shape = None
     if job.shape is not None:
         shape = replace(
             job.shape,
-            heads=max(1, job.shape.heads // tensor),
+            heads=max(1, job.shape.heads // layout.tensor),
             layers=max(1, job.shape.layers // request.split.stages),
         )
     flops = flops_by_call(request.module, setting.model, tokens, job.sequence, shape)
@@ -139,29 +155,28 @@ def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, exper
         if request.checkpointing:
             both = zip(work.backward, work.forward, strict=True)
             work = replace(work, backward=[backward + forward for backward, forward in both])
-    return replace(work, extra=_exchanges(setting, job, tokens, tensor, sequence, experts))
+    return replace(work, extra=_exchanges(setting, job, tokens, layout))
 
 
 def _exchanges(
-    setting: PlanSetting, job: ParallelJob, tokens: int, tensor: int, sequence: int, experts: int
+    setting: PlanSetting, job: ParallelJob, tokens: int, layout: ParallelLayout
 ) -> list[list[PlannedExchange]]:
     """Return, by call, a block's collectives in one direction."""
     per_block: list[PlannedExchange] = []
-    shape, item = job.shape, job.item
-    if shape is not None and tensor > 1:
-        per_block.append(PlannedExchange("all_reduce", float(tokens * shape.hidden * item), tensor, 2))
-    if shape is not None and sequence > 1:
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        each = float(tokens * (queries + keys) * item)
-        per_block.append(PlannedExchange("all_to_all", each, sequence, 2))
-    if shape is not None and experts > 1:
-        per_block.append(PlannedExchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
-    extra: list[list[PlannedExchange]] = [[] for _ in setting.model.calls]
-    blocks = layer_calls(setting.model)
+    shape = job.shape
+    if shape is not None:
+        states = float(tokens * shape.hidden * job.item)
+        heads = float(tokens * (shape.heads + shape.kv_heads) * shape.head_dim * job.item)
+        for operation, nbytes, ranks in (
+            ("all_reduce", states, layout.tensor),
+            ("all_to_all", heads, layout.sequence),
+            ("all_to_all", states, layout.experts),
+        ):
+            if ranks > 1:
+                per_block.append(PlannedExchange(operation, nbytes, ranks, 2))
     # A block may be several calls (experts have their own): only those that `layer_calls` returns get collectives.
-    for call in blocks:
-        extra[call] = per_block
-    return extra
+    blocks = layer_calls(setting.model)
+    return [per_block if call in blocks else [] for call in range(len(setting.model.calls))]
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------
@@ -219,14 +234,10 @@ def _directions(
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch's forward and backward, without data-parallel communication."""
     calls = range(len(setting.model.calls))
-    passes: list[list[Event]] = [
-        [ComputeCall(MemoryPhase.FORWARD, call) for call in calls],
-        [ComputeCall(MemoryPhase.BACKWARD, call) for call in reversed(calls)],
-    ]
-    forward, backward = (
-        schedule_of(events, setting, work, machine, model_ranks).makespan for events in passes
-    )
-    return forward, backward
+    events: list[Event] = [ComputeCall(MemoryPhase.FORWARD, call) for call in calls]
+    forward = schedule_of(events, setting, work, machine, model_ranks).makespan
+    events = [ComputeCall(MemoryPhase.BACKWARD, call) for call in reversed(calls)]
+    return forward, schedule_of(events, setting, work, machine, model_ranks).makespan
 
 
 def _rest(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:

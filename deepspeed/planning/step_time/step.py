@@ -1,28 +1,29 @@
-"""Simulation of a step: a rank's program, the durations of its parts, and the links that ranks share."""
+"""Simulation of a step: a rank's program, the durations of its parts, and the links that ranks share.
+
+A program is a list of micro-batches, each a list of events of the training thread: it computes a call, starts a
+collective, or waits for one. It is recorded in a rehearsal of the engine's own code (``planning/rehearsal.py``), which
+thus decides on the order of gathers, the filling of buckets, the sums in flight and the waits; none of it is modelled
+twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import codec_named
+from deepspeed.planning.event_log import CollectiveStart, CollectiveWait, ComputeCall
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
 from deepspeed.planning.planner import PlanSetting
-from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, simulate
+from deepspeed.planning.rehearsal import in_groups
+from deepspeed.planning.setting import BucketUse
+from deepspeed.planning.step_time.events import Link, Schedule, Task, simulate
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
-from deepspeed.planning.step_time.program import (
-    CollectiveStart,
-    CollectiveWait,
-    ComputeCall,
-    Event,
-    OptimizerUpdate,
-    StepProgram,
-    program_of,
-)
 from deepspeed.planning.step_time.work import PlannedExchange, StepWork
+from deepspeed.zero.replica_groups import expert_parallel_size
 
 COMPUTE, HOST, HOST_LINK, STORAGE = "compute", "host", "host link", "storage"
 IN_WORDS = {
@@ -35,6 +36,90 @@ SMALL_MESSAGE = 64 * 1024
 GATHERS = ("all_gather", "fetch")
 STATE_BYTES = 12.0
 """Bytes per element on storage: master and two moments, in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerUpdate:
+    """The optimizer's update of ``elements`` elements."""
+
+    elements: int
+
+
+Event = ComputeCall | CollectiveStart | CollectiveWait | OptimizerUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """Events of a step. ``micro_batches``: those of each micro-batch; ``update``: those of the optimizer step."""
+
+    micro_batches: Sequence[Sequence[Event]]
+    update: Sequence[Event]
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for part in (*self.micro_batches, self.update) for event in part]
+
+
+def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepProgram:
+    """Return the events of a steady step of rank 0. Of several micro-batches, all but the last are alike.
+
+    ``micro_batches``: overrides the number in ``setting``.
+    """
+    count = setting.micro_batches if micro_batches is None else micro_batches
+    if (count > 1) != (setting.micro_batches > 1):  # a single one is both first and last: rehearse again
+        setting = replace(setting, micro_batches=count)
+    _, recorder = setting.rehearsed
+    first, last = recorder.parts[0], recorder.parts[-1]
+    return StepProgram([first] * (count - 1) + [last], _update(setting, setting.buckets, recorder.started))
+
+
+def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
+    """Return the events of the update: the vote's all-reduce (norm, used parameters), the optimizer, the gathers of new
+    weights."""
+    begun: list[CollectiveStart] = []
+    if setting.ranks > 1:
+        begun.append(CollectiveStart(number, "all_reduce", 8.0 * (2 + setting.model.trained), setting.ranks))
+    updated = [bucket.layout for bucket in buckets if bucket.trained]
+    elements = sum(fragment.numel for layout in updated for fragment in layout.owned(0))
+    for bucket in buckets:
+        published = _published(setting, bucket)
+        if published is not None:
+            operation, nbytes, ranks, stride = published
+            begun.append(CollectiveStart(number + len(begun), operation, nbytes, ranks, stride))
+    agreed = [event for event in begun if event.operation == "all_reduce"]
+    gathers = begun[len(agreed) :]
+    return [
+        *(event for start in agreed for event in (start, CollectiveWait(start.number))),
+        OptimizerUpdate(elements),
+        *gathers,
+        *(CollectiveWait(start.number) for start in gathers),
+    ]
+
+
+def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
+    """Return (operation, bytes, ranks, stride) of the bucket's gather after an update, or None: of weights that are
+    whole on every rank, or of shards across the groups that each hold a copy (``zero/gathering/gather_pieces.py``).
+    """
+    layout, group = bucket.layout, setting.plan.packing.group
+    if layout.num_shards == 1:
+        return None
+    stride = expert_parallel_size(layout.replica_group, setting.ranks)
+    if setting.plan.zero.shard_params and not bucket.persistent:
+        if not in_groups(layout.num_shards, group):
+            return None
+        across = layout.num_shards // group
+        return (
+            "all_gather",
+            float(layout.padded_numel * layout.dtype.itemsize / group),
+            across,
+            stride * group,
+        )
+    if not bucket.trained:
+        return None
+    return "all_gather", float(layout.padded_numel * layout.dtype.itemsize), layout.num_shards, stride
+
+
+# Its simulation ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +171,9 @@ def schedule_of(
     builder = Builder(setting, work, machine, model_ranks)
     for event in events:
         builder.add(event)
-    links = machine.fabric.resources()
-    beside = _beside(machine.device)
+    links, beside = machine.fabric.resources(), {}
+    if machine.device is not None:
+        beside = {HOST_LINK: Link(machine.device.host_rate), STORAGE: Link(machine.device.storage_rate)}
     found = simulate(builder.tasks, {**links, **beside})
     if any(link.burst for link in links.values()):  # the previous step has left less than a full burst
         for link in links.values():
@@ -104,12 +190,6 @@ def waits_for(schedule: Schedule) -> str:
         if resource != COMPUTE:
             shares[resource] = shares.get(resource, 0.0) + schedule.ends[number] - schedule.starts[number]
     return max(shares, key=lambda name: shares[name], default="")
-
-
-def _beside(device: Device | None) -> dict[str, Resource]:
-    if device is None:
-        return {}
-    return {HOST_LINK: Link(device.host_rate), STORAGE: Link(device.storage_rate)}
 
 
 class Builder:

@@ -78,7 +78,9 @@ class Autotuner(TuningResults):
         )
         self.rm.overwrite = section.overwrite
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
-        self.memory = MemoryNeeds(requested=self._to_plan(), limit=section.memory_per_rank)
+        self.memory = MemoryNeeds(
+            requested=self.choices.to_plan(self._stages()), limit=section.memory_per_rank
+        )
         self._peaks: dict[Point, int] = {}
         self._samples_per_rank: int | None = None  # of the data set, if a run has exhausted it
         self._sizes_used: set[int] = set()  # micro-batch sizes that the script has used as configured
@@ -88,9 +90,6 @@ class Autotuner(TuningResults):
     def model_info(self) -> dict[str, Any]:
         """Return the facts about the model that the first run wrote."""
         return self.memory.info
-
-    def _to_plan(self) -> list[dict[str, Any]]:
-        return self.choices.to_plan(self._stages())
 
     # Settings of the section ----------------------------------------------------------------------------------
 

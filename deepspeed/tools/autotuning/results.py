@@ -147,20 +147,18 @@ class TuningResults:
         (Path(self.results_dir) / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
 
-    def _measured(self) -> list[tuple[str, dict[str, Any], float]]:
-        """Return (name, experiment, metric) of every successful run, the best first."""
-        found = {exp["name"]: (exp, value) for records in self.records.values() for exp, value, _ in records}
-        order = sorted(found.items(), key=lambda each: each[1][1], reverse=self.metric_name != "latency")
-        return [(name, *each) for name, each in order]
+    def _measured(self) -> list[tuple[str, Point, float]]:
+        """Return (name, point, metric) of every successful run, the best first."""
+        found = {exp["name"]: value for records in self.records.values() for exp, value, _ in records}
+        order = sorted(found.items(), key=lambda each: each[1], reverse=self.metric_name != "latency")
+        known = [(name, self.points.get(name), value) for name, value in order]
+        return [(name, point, value) for name, point, value in known if point in self.search.runs]
 
     def _runs_table(self) -> list[str]:
         """Return a table of the runs, with the time per sample by part of the step."""
         head = ("run", self._unit(), *"s/step ms/sample compute communication update data changes".split())
         rows = []
-        for name, _, value in self._measured():
-            point = self.points.get(name)
-            if point is None or point not in self.search.runs:
-                continue
+        for name, point, value in self._measured():
             seconds, each = self.search.runs[point][0], self._per_sample(point)
             text = ", ".join(choice.text() for choice in point.choices) or "-"
             times = [f"{ms:.3g}" for ms in each.values()]
@@ -176,13 +174,13 @@ class TuningResults:
 
     def why(self) -> list[str]:
         """Return lines that compare the best run with the next ones, and that list what was not run, and why."""
-        measured = [(n, self.points[n]) for n, *_ in self._measured() if n in self.points]
+        measured = self._measured()
         if not measured:
             return []
-        (best, point), others = measured[0], measured[1:]
+        (best, point, _), *others = measured
         lines = []
         mine = self._per_sample(point)
-        for name, other in others[:3]:
+        for name, other, _ in others[:3]:
             theirs = self._per_sample(other)
             most = max(theirs, key=lambda part: theirs[part] - mine[part])
             lost = sum(theirs.values()) - sum(mine.values())
@@ -198,11 +196,7 @@ class TuningResults:
 
     def _draw(self) -> str:
         """Draw the runs; return a sentence about the file, or an empty string."""
-        rows = [
-            (self.points[name].name(), self.points[name], value)
-            for name, _, value in self._measured()
-            if name in self.points
-        ]
+        rows = [(point.name(), point, value) for _, point, value in self._measured()]
         try:
             draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
         except ImportError:

@@ -7,6 +7,7 @@ they are tried one at a time, from the best point so far, if the part of the ste
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +85,7 @@ class Point:
     def model_ranks(self) -> int:
         """Return the number of ranks that work on the same samples."""
         found = self.changes
-        return (
-            int(found.get(TENSOR, 1) or 1) * int(found.get(SEQUENCE, 1) or 1) * int(found.get(STAGES, 1) or 1)
-        )
+        return math.prod(int(found.get(key) or 1) for key in (TENSOR, SEQUENCE, STAGES))
 
 
 @dataclass(frozen=True)
@@ -150,32 +149,26 @@ def choices_of(
         (memory if key in MEMORY_KEYS else speed).append(
             group if key in MEMORY_KEYS else (SpaceChoice(), *group)
         )
-    if not fast:
-        open_ = {key for key in (OFFLOAD, BUDGET, BUCKET, PREFETCH) if value_at(config, key) is None}
-        open_ -= {key for key in open_ if any(given.startswith(key) for given in tuning_space)}
-        memory += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
-        speed += [(SpaceChoice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
+    for key, values in BUILT_IN.items() if not fast else ():
+        if value_at(config, key) is None and not any(given.startswith(key) for given in tuning_space):
+            group = (SpaceChoice(), *(SpaceChoice(changes, _saves(key)) for changes in values))
+            (memory if key in (OFFLOAD, BUDGET) else speed).append(group)
     return SpaceChoices(tuple(memory), tuple(speed))
 
 
-def _offloads() -> tuple[SpaceChoice, ...]:
-    shares = [((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)]
-    return (SpaceChoice(), *(SpaceChoice(changes) for changes in shares))
-
-
-def _budgets() -> tuple[SpaceChoice, ...]:
-    return (SpaceChoice(), *(SpaceChoice(((BUDGET, share),)) for share in (0.5, 0.2)))
-
-
-def _sizes(key: str) -> list[SpaceChoice]:
-    values = (50_000_000, 5_000_000) if key == BUCKET else (5_000_000, 200_000_000)
-    return [SpaceChoice(((key, value),), COMMUNICATION) for value in values]
+BUILT_IN: dict[str, tuple[tuple[tuple[str, Any], ...], ...]] = {
+    OFFLOAD: tuple(((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)),
+    BUDGET: (((BUDGET, 0.5),), ((BUDGET, 0.2),)),
+    BUCKET: (((BUCKET, 50_000_000),), ((BUCKET, 5_000_000),)),
+    PREFETCH: (((PREFETCH, 5_000_000),), ((PREFETCH, 200_000_000),)),
+}
+"""By key that the config may leave open: the changes to try."""
 
 
 def _saves(key: str) -> str:
     if key == THREADS:
         return COMPUTE
-    return COMMUNICATION if key in (BUCKET, PREFETCH) or "bucket" in key or "overlap" in key else ANYTHING
+    return COMMUNICATION if "bucket" in key or "overlap" in key else ANYTHING
 
 
 def threads_to_try(cores: int, ranks: int) -> tuple[SpaceChoice, ...]:

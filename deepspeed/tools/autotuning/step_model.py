@@ -8,6 +8,7 @@ data, proportional to the samples. Measurements near a point correct its predict
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,7 @@ class StepModel:
             for _, parts, b in known
             if b and b.get("fwd") and parts.compute
         ]
-        self.forward_share = min(0.5, _mean(shares)) if shares else FORWARD_SHARE
+        self.forward_share = min(0.5, statistics.fmean(shares)) if shares else FORWARD_SHARE
         self.rates = {
             "exposed": _rate((parts.exposed, self.planned(point).sent) for point, parts, _ in known),
             "update": _rate((parts.update, self.planned(point).owned) for point, parts, _ in known),
@@ -189,7 +190,3 @@ def _rate(pairs: Any) -> float:
     for the same bytes is noise."""
     found = sorted(seconds / amount for seconds, amount in pairs if amount > 0)
     return found[(len(found) - 1) // 2] if found else 0.0
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -224,11 +224,7 @@ def _trainer_values(arguments: Mapping[str, Any], ranks: int) -> Iterator[tuple[
         yield "optimizer.params.betas", "adam_beta1, adam_beta2", [known["adam_beta1"], known["adam_beta2"]]
     micro, gas = (known[name] for name in BATCH_DEFAULTS)
     if _is_count(micro) and _is_count(gas):
-        yield (
-            "train_batch_size",
-            "per_device_train_batch_size, gradient_accumulation_steps",
-            ranks * micro * gas,
-        )
+        yield "train_batch_size", ", ".join(BATCH_DEFAULTS), ranks * micro * gas
 
 
 def _fill_or_compare(key: str, name: str, value: Any, result: ClientConfig) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,10 @@ def _free_name(name: str) -> str:
 def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:
     """Yield the edits of one round. Deprecated spellings are replaced once no correctable error is left."""
     taken: set[Path] = set()
+    remedies = [(problem.path[:-1], problem.remedy) for problem in errors if problem.remedy is not None]
+    renames: Counter[Path] = Counter(
+        (*parents, remedy.rename) for parents, remedy in remedies if remedy.rename is not None
+    )
     for problem in errors:
         if problem.remedy is None or not _leads_to_key(data, problem.path):
             continue
@@ -114,19 +119,11 @@ def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:
             continue  # two misspellings of one key: the intended value is ambiguous
         taken.add(new)
         remedy = problem.remedy
-        if remedy.rename is not None and sum(_renames_to(other, new) for other in errors) > 1:
+        if remedy.rename is not None and renames[new] > 1:
             continue
         yield Edit(problem.path, remedy.rename, remedy.value, remedy.replaces_value)
     if not taken:
         yield from _deprecated(data, TrainingConfig, ())
-
-
-def _renames_to(problem: Problem, new: Path) -> bool:
-    return (
-        problem.remedy is not None
-        and problem.remedy.rename is not None
-        and (*problem.path[:-1], problem.remedy.rename) == new
-    )
 
 
 def _leads_to_key(data: Any, path: Path) -> bool:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.failures import Failure, causes_first, show, write_report
 from deepspeed.tools.launcher.processes import (
     ERROR_REPORT,
@@ -42,8 +42,6 @@ from deepspeed.tools.launcher.processes import (
     own_folder,
 )
 from deepspeed.tools.launcher.shim import ERROR_FILE, SCRIPT_ENDED
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
 import subprocess
@@ -13,15 +12,13 @@ from pathlib import Path
 
 from deepspeed.tools.launcher import cores
 from deepspeed.tools.launcher.constants import SLURM_LAUNCHER
-from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.hostfile import (
     apply_num_nodes_and_gpus,
     checked_slots,
     fetch_hostfile,
     parse_inclusion_exclusion,
 )
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 DLTS_HOSTFILE = "/job/hostfile"
 THIS_MACHINE = "localhost"

@@ -11,7 +11,6 @@ without finishing a step in between.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from deepspeed.base.constants import STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.tools.launcher import agent
 from deepspeed.tools.launcher.agent import NodeJob, Supervisor
-from deepspeed.tools.launcher.elastic_memory import NO_STEP, ElasticMemory, elastic_memory
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.failures import show
-from deepspeed.tools.launcher.processes import kill_descendants
+from deepspeed.tools.launcher.processes import NO_STEP, ElasticMemory, elastic_memory, kill_descendants
 from deepspeed.tools.launcher.shim import FIRST_FAILURE
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 STARTS_IN_VAIN, STARTS_IN_VAIN_OF_OTHERS = 3, 12
 RESTARTS = 1000  # in total; STARTS_IN_VAIN is the limit that ends a hopeless job

@@ -1,6 +1,10 @@
-"""The one exception that the launcher's users see."""
+"""The launcher's log, and the one exception that its users see."""
+
+import logging
 
 from deepspeed.base.exceptions import ExplainedError
+
+logger = logging.getLogger("deepspeed.tools.launcher")
 
 
 class LaunchError(ExplainedError, ValueError):

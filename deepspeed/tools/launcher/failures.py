@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.constants import RANK_ENDED
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.shim import LOCAL_RANK_OPTION, USAGE_ERROR
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 MESSAGE_LENGTH = 400
 # Text of exceptions raised because a peer is gone: ours, gloo's, NCCL's and the store's.
@@ -130,12 +128,8 @@ def causes_first(entries: Iterable[Failure]) -> list[Failure]:
         return in_order(failures)
     began = min(failure.at for failure in causes)
     departed_by_rank = {entry.rank: entry for entry in entries if entry.departed and entry.at <= began}
-    return in_order(
-        [
-            *departed_by_rank.values(),
-            *(failure for failure in failures if failure.rank not in departed_by_rank),
-        ]
-    )
+    others = [failure for failure in failures if failure.rank not in departed_by_rank]
+    return in_order([*departed_by_rank.values(), *others])
 
 
 def _is_refused_option(failure: Failure) -> bool:

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -24,13 +25,11 @@ from deepspeed.base.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.tools.launcher import cores, ports, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
-from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.failures import OF_A_PEER
 from deepspeed.tools.launcher.processes import adopt_orphans, handled_by, holding_signals
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.launcher.supervision import NODE_REPORT, RESTART_SIGNAL, RUNNER_PID
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 # Spins of a GNU OpenMP thread at a barrier before it sleeps. By default it spins for milliseconds; if anything else
 # needs a core (communication threads, data loaders, another job), the threads of a rank then wait for each other: a GPT
@@ -68,6 +67,52 @@ def node_options(args: argparse.Namespace) -> list[str]:
     return options + [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
 
 
+LAUNCH = (sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch")
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Encode host -> slots as one command-line word: base64 of the JSON."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation:
+    """Reserve the requested port (LaunchError if it is invalid or in use); without a request, the default port if it is
+    free, else any free one.
+
+    While the reservation is open, other launchers on this host that are not given a port choose another one.
+    """
+    if not 1 <= args.master_port <= ports.MAX_PORT:
+        raise LaunchError(f"--master_port={args.master_port}: must be a port from 1 to {ports.MAX_PORT}")
+    if args.master_port_given:
+        if not ports.is_free(address, args.master_port):
+            raise LaunchError(port_in_use(address, args.master_port))
+        return ports.PortReservation(args.master_port)
+    reservation = ports.reserve(address, args.master_port)
+    if reservation.port != args.master_port:
+        logger.info("port %d is in use at %s, using %d", args.master_port, address, reservation.port)
+    return reservation
+
+
+def launch_arguments(
+    args: argparse.Namespace, world: Mapping[str, Sequence[int]], address: str, port: int, node_rank: int = 0
+) -> list[str]:
+    """Return the arguments of `deepspeed.tools.launcher.launch` on one machine."""
+    options = [
+        f"--world_info={encode_world_info(world)}",
+        f"--master_addr={address}",
+        f"--master_port={port}",
+        *([f"--node_rank={node_rank}"] if node_rank else []),
+        *node_options(args),
+    ]
+    if args.elastic_training:
+        options.append("--enable_elastic_training")
+        limits = ("min_elastic_nodes", "max_elastic_nodes")
+        options += [f"--{name}={getattr(args, name)}" for name in limits if getattr(args, name) > 0]
+    if args.save_pid:
+        options.append(f"--save_pid={os.getpid()}")
+    return [*options, args.user_script, *args.user_args]
+
+
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     # Abbreviations off: argparse would also match them among the script's arguments.
     parser = argparse.ArgumentParser(
@@ -89,8 +134,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         "training_script": "script, module or program to start",
         "training_script_args": takes("its arguments", nargs=argparse.REMAINDER),
     }
-    add_options(parser, options)
-    return parser.parse_args(args)
+    return add_options(parser, options).parse_args(args)
 
 
 def configure_logging(args: argparse.Namespace) -> None:

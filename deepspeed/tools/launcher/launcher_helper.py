@@ -13,32 +13,25 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.base.tool_arguments import add_options, takes
-from deepspeed.tools.launcher import cores, shim
-from deepspeed.tools.launcher.constants import (
-    IMPI_LAUNCHER,
-    MPICH_LAUNCHER,
-    MVAPICH_LAUNCHER,
-    OPENMPI_LAUNCHER,
-    SLURM_LAUNCHER,
-)
+from deepspeed.tools.launcher import constants, cores, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.launch import decode_world_info
 
 # Environment variables in which each launcher passes the rank and the local rank.
 RANK_NAMES = {
-    OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"],
-    MPICH_LAUNCHER: ["PMI_RANK", "PMIX_RANK"],
-    IMPI_LAUNCHER: ["PMI_RANK"],
-    MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_RANK", "PMI_RANK"],
-    SLURM_LAUNCHER: ["SLURM_PROCID"],
+    constants.OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"],
+    constants.MPICH_LAUNCHER: ["PMI_RANK", "PMIX_RANK"],
+    constants.IMPI_LAUNCHER: ["PMI_RANK"],
+    constants.MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_RANK", "PMI_RANK"],
+    constants.SLURM_LAUNCHER: ["SLURM_PROCID"],
 }
 LOCAL_RANK_NAMES = {
-    OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_LOCAL_RANK"],
-    MPICH_LAUNCHER: ["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "MPI_LOCAL_RANK"],
-    IMPI_LAUNCHER: ["MPI_LOCALRANKID"],
-    MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"],
-    SLURM_LAUNCHER: ["SLURM_LOCALID"],
+    constants.OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_LOCAL_RANK"],
+    constants.MPICH_LAUNCHER: ["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "MPI_LOCAL_RANK"],
+    constants.IMPI_LAUNCHER: ["MPI_LOCALRANKID"],
+    constants.MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"],
+    constants.SLURM_LAUNCHER: ["SLURM_LOCALID"],
 }
 
 
@@ -49,7 +42,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     options = {
-        "--launcher": takes("launcher that starts the ranks", MPICH_LAUNCHER, choices=sorted(RANK_NAMES)),
+        "--launcher": takes(
+            "launcher that starts the ranks", constants.MPICH_LAUNCHER, choices=sorted(RANK_NAMES)
+        ),
         "--world_info": takes("base64 of the JSON dictionary host -> list of slots", "None"),
         "--master_addr": takes("address of rank 0", "127.0.0.1"),
         "--master_port": takes("its port", TORCH_DISTRIBUTED_DEFAULT_PORT),
@@ -60,8 +55,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         "user_script": "script, module or program to start",
         "user_args": takes("its arguments", nargs=argparse.REMAINDER),
     }
-    add_options(parser, options)
-    return parser.parse_args(args)
+    return add_options(parser, options).parse_args(args)
 
 
 def env_mapping(
@@ -99,7 +93,7 @@ def environment_of(
     places = [(host, slot) for host, slots in enumerate(world.values()) for slot in range(len(slots))]
     host, place = places[int(env["RANK"])]
     slots = list(world.values())[host]
-    local_rank = env.setdefault("LOCAL_RANK", str(place))
+    env.setdefault("LOCAL_RANK", str(place))
     env.update(
         {
             "WORLD_SIZE": str(len(places)),
@@ -108,7 +102,6 @@ def environment_of(
             "CROSS_SIZE": str(len(world)),
             "MASTER_ADDR": args.master_addr,
             "MASTER_PORT": str(args.master_port),
-            "LOCAL_RANK": local_rank,
         }
     )
     if env.get(VISIBLE_DEVICES) != "":  # set but empty: the user hides all GPUs

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import shutil
 import signal
+import struct
 import tempfile
 import threading
 import time
@@ -15,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from deepspeed.base.constants import STOP_GRACE_FILE
-from deepspeed.tools.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL
+from deepspeed.base.constants import ELASTIC_PROGRESS, ELASTIC_STATE, STOP_GRACE_FILE
+from deepspeed.tools.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL, die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULT_GRACE_S = 2.5
@@ -24,6 +26,8 @@ COLLECT_EVERY_S = 5.0
 LOOK_EVERY_S = 0.25
 ERROR_REPORT = "error.json"  # of a rank, in its folder
 FOLDER_PREFIX = "deepspeed_launch_"
+NO_STEP = 0
+_STEPS = struct.Struct("<q")
 OWNER = "owner"  # lock file in such a folder: locked as long as its launcher lives
 
 
@@ -81,6 +85,28 @@ def own_folder(place: Path | None = None) -> Iterator[Path]:
             os.close(lock)
 
 
+class ElasticMemory:
+    """Shared-memory folder of an elastic job on one machine, where ranks keep their state: it outlives them, as does
+    the count of finished steps in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._progress = folder / ELASTIC_PROGRESS
+        self._progress.write_bytes(_STEPS.pack(NO_STEP))
+
+    @property
+    def step(self) -> int:
+        """Number of steps that the ranks of this machine have finished."""
+        return _STEPS.unpack(self._progress.read_bytes())[0]
+
+
+@contextmanager
+def elastic_memory() -> Iterator[ElasticMemory]:
+    """Create this process's `ElasticMemory`, and remove it at the end of the context."""
+    with own_folder(memory_folder()) as folder:
+        os.environ[ELASTIC_STATE] = str(folder)
+        yield ElasticMemory(folder)
+
+
 def _own(folder: Path) -> int | None:
     """Return a descriptor that locks the folder until this process ends, however it ends; None where file locks are
     missing. Process ids do not tell which launchers live: containers may share the folder."""
@@ -129,6 +155,11 @@ def adopt_orphans() -> None:
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_us() -> Callable[[], None] | None:
+    """Return a ``preexec_fn`` that makes the kernel end the child when this process ends (Linux), or None."""
+    return functools.partial(die_with_parent, os.getpid(), signal.SIGTERM) if LINUX else None
 
 
 def own_children() -> frozenset[int]:

@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.agent import NodeJob
-from deepspeed.tools.launcher.elastic_memory import ElasticMemory
 from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.processes import ElasticMemory
 from deepspeed.tools.launcher.shim import die_with_parent
 from deepspeed.tools.launcher.supervision import RESTART_SIGNAL
 
@@ -41,18 +41,17 @@ CONNECT_S = 60
 STEP_S = 60.0  # longest time that a joining machine waits for the end of a step
 
 
-class StepAlignedRendezvous(RendezvousHandler):
+class StepAlignedRendezvous(DynamicRendezvousHandler):
     """Hides waiting machines from the agent until a step has finished since they arrived."""
 
-    def __init__(self, handler: RendezvousHandler, memory: ElasticMemory) -> None:
-        self._handler = handler
-        self._memory = memory
-        self._seen: tuple[int, float] | None = None  # step and time at which a waiting machine was first seen
-        self._lost = False
-        signal.signal(RESTART_SIGNAL, self._on_loss)
+    memory: ElasticMemory
+    _seen: tuple[int, float] | None = None  # step and time at which a waiting machine was first seen
+    _lost = False
 
-    def get_backend(self) -> str:
-        return self._handler.get_backend()
+    def follow(self, memory: ElasticMemory) -> None:
+        """Take the finished steps from ``memory``, and the loss of machines from ``RESTART_SIGNAL``."""
+        self.memory = memory
+        signal.signal(RESTART_SIGNAL, self._on_loss)
 
     @property
     def use_agent_store(self) -> bool:
@@ -60,16 +59,16 @@ class StepAlignedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._seen, self._lost = None, False
-        return self._handler.next_rendezvous()
+        return super().next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
         if self._lost:
             return 1
-        waiting = self._handler.num_nodes_waiting()
+        waiting = super().num_nodes_waiting()
         if waiting == 0:
             self._seen = None
             return 0
-        step = self._memory.step
+        step = self.memory.step
         if self._seen is None:
             self._seen = step, time.monotonic()
         first, since = self._seen
@@ -77,18 +76,6 @@ class StepAlignedRendezvous(RendezvousHandler):
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
         self._lost = True
-
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        self._handler.set_closed()
-
-    def get_run_id(self) -> str:
-        return self._handler.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._handler.shutdown()
 
 
 def meet(job: NodeJob, memory: ElasticMemory) -> RendezvousHandler:
@@ -107,7 +94,7 @@ def meet(job: NodeJob, memory: ElasticMemory) -> RendezvousHandler:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"no rendezvous at {job.master_addr}:{job.master_port}: {reason}") from None
     second = datetime.timedelta(seconds=1)
-    handler = DynamicRendezvousHandler.from_backend(
+    handler = StepAlignedRendezvous.from_backend(
         RUN_ID,
         store,
         C10dRendezvousBackend(store, RUN_ID),
@@ -117,7 +104,8 @@ def meet(job: NodeJob, memory: ElasticMemory) -> RendezvousHandler:
         timeout=RendezvousTimeout(JOIN_S * second, LAST_CALL_S * second, 5 * second, 5 * second),
         **_heartbeats(),
     )
-    return StepAlignedRendezvous(handler, memory)
+    handler.follow(memory)
+    return handler
 
 
 def _heartbeats() -> dict[str, Any]:

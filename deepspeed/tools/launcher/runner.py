@@ -17,12 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, takes
 from deepspeed.tools.launcher import ports
-from deepspeed.tools.launcher.arguments import LAUNCH, choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER
 from deepspeed.tools.launcher.devices import DLTS_HOSTFILE, choose_devices, is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.exports import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
-from deepspeed.tools.launcher.exports import EXPORT_ENVS
 from deepspeed.tools.launcher.hostfile import (
     _parse_hostfile,
     apply_num_nodes_and_gpus,
@@ -33,8 +30,19 @@ from deepspeed.tools.launcher.hostfile import (
     parse_resource_filter,
 )
 from deepspeed.tools.launcher.hosts import multi_host
+from deepspeed.tools.launcher.hosts.multi_host import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.tools.launcher.hosts.multi_host import EXPORT_ENVS
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS
-from deepspeed.tools.launcher.launch import PASSED_ON, configure_logging, logger, pid_file
+from deepspeed.tools.launcher.launch import (
+    LAUNCH,
+    PASSED_ON,
+    choose_port,
+    configure_logging,
+    encode_world_info,
+    launch_arguments,
+    logger,
+    pid_file,
+)
 from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
 from deepspeed.tools.launcher.supervision import supervise
 
@@ -199,11 +207,25 @@ def check_elastic(args: argparse.Namespace) -> None:
 
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
-    """Find the fastest config (``--autotuning``), and with ``run`` run the script with it. Returns the exit code."""
-    from deepspeed.tools.autotuning.command import run_autotuning as tune
+    """Find the fastest config (``--autotuning``), print the results, and with ``run`` run the script with it. Returns
+    the exit code. Ctrl-C ends the tuning and keeps the best config so far. LaunchError: the script is given no config,
+    it cannot be read, or nothing can be run after tuning."""
+    from deepspeed.base.logging import logger as log
+    from deepspeed.tools.autotuning.autotuner import Autotuner
 
+    code = 0
     try:
-        return tune(args, active_resources)
+        tuner = Autotuner(args, dict(active_resources))
+        try:
+            tuner.tune()
+        except KeyboardInterrupt:
+            tuner.reason = "interrupted; rerun the same command to resume"
+            code = INTERRUPTED
+        except ValueError as error:
+            log.error("autotuning: %s", error)
+            code = 1
+        tuner.print_tuning_results()
+        return tuner.run_after_tuning() if code == 0 and args.autotuning == "run" else code
     except ValueError as error:
         raise LaunchError(f"--autotuning: {error}") from error
 

@@ -177,19 +177,14 @@ def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
     if first or own_log:
         sys.excepthook(type(error), error, trace)  # the user's own hook, if set
         sys.stderr.flush()
-    path = os.environ.get(ERROR_FILE)
-    if not path:
-        return
-    text = "".join(traceback.format_exception(type(error), error, trace))
     _write(
-        path,
-        message=_one_line_of(error),
-        origin=_one_line_of(origin) if origin is not error else "",
-        callstack=text,
-        time=now,
-        first=first,
-        on_screen=first and not own_log,
+        now,
+        first,
+        _one_line_of(error),
         exit_code=1,
+        on_screen=first and not own_log,
+        origin=_one_line_of(origin) if origin is not error else "",
+        callstack="".join(traceback.format_exception(type(error), error, trace)),
     )
 
 
@@ -198,20 +193,8 @@ def report_exit(end: SystemExit, own_log: bool) -> None:
     is printed by the first rank only, or to the rank's own log file."""
     now = time.time()
     first = _is_first_failure()
-    path = os.environ.get(ERROR_FILE)
     text = "" if isinstance(end.code, int) else str(end.code)
-    if path:
-        code = end.code & 0xFF if isinstance(end.code, int) else 1
-        _write(
-            path,
-            message=text,
-            origin="",
-            callstack="",
-            time=now,
-            first=first,
-            on_screen=first,
-            exit_code=code,
-        )
+    _write(now, first, text, exit_code=end.code & 0xFF if isinstance(end.code, int) else 1, on_screen=first)
     if text and not (first or own_log):
         end.code = 1
 
@@ -229,17 +212,31 @@ def record_end() -> None:
         pass
 
 
-def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:
-    """Write the error file in torch's layout, from which ProcessFailure reads message, call stack and time, plus
-    ``facts`` of our own."""
+def _write(
+    now: float,
+    first: bool,
+    message: str,
+    *,
+    exit_code: int,
+    on_screen: bool,
+    origin: str = "",
+    callstack: str = "",
+) -> None:
+    """Write the error file, if the agent wants one: in torch's layout, from which ProcessFailure reads message, call
+    stack and time, plus facts of our own."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
     record: dict[str, Any] = {
         "message": {
             "message": message,
-            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time))},
+            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(now))},
         },
         "origin": origin,
-        "time": time,
-        **facts,
+        "time": now,
+        "first": first,
+        "on_screen": on_screen,
+        "exit_code": exit_code,
     }
     # Written atomically: the launcher may stop this rank, and read its report, at any moment.
     part = f"{path}.part"

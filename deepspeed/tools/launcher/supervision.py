@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -10,8 +9,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.processes import (
     adopt_orphans,
+    end_with_us,
     folders_of,
     grace_seconds,
     handled_by,
@@ -19,9 +20,6 @@ from deepspeed.tools.launcher.processes import (
     own_children,
     remove,
 )
-from deepspeed.tools.launcher.shim import LINUX, die_with_parent
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them
@@ -50,7 +48,15 @@ def supervise(
     """
     adopt_orphans()
     not_ours = own_children()
-    process = _start(command, environment, stdin, piped=errors_to is not None)
+    # In its own session, the launcher gets Ctrl-C from this process only, not from the terminal as well.
+    process = subprocess.Popen(
+        command,
+        env={**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())},
+        stdin=stdin,
+        stderr=None if errors_to is None else subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=end_with_us(),
+    )
     requests = _Requests(process, ends_by)
     reader = None if errors_to is None else _reader(process, errors_to)
     if listen is not None:
@@ -70,21 +76,6 @@ def supervise(
     if code < 0 and requests.received:
         return 128 + requests.received[0]
     return code if code >= 0 else 128 - code
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None, *, piped: bool
-) -> subprocess.Popen[bytes]:
-    """Start the command. ``piped``: with a pipe for its standard error."""
-    # In its own session, the launcher gets Ctrl-C from this process only, not from the terminal as well.
-    return subprocess.Popen(
-        command,
-        env={**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())},
-        stdin=stdin,
-        stderr=subprocess.PIPE if piped else None,
-        start_new_session=True,
-        preexec_fn=_end_with_this_process(os.getpid()),
-    )
 
 
 class _Requests:
@@ -117,8 +108,3 @@ def _reader(process: subprocess.Popen[bytes], errors_to: Callable[[bytes], None]
     thread = threading.Thread(target=read, name="standard error", daemon=True)
     thread.start()
     return thread
-
-
-def _end_with_this_process(own_pid: int) -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that makes the kernel end the child when this process ends (Linux), or None."""
-    return (lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None

@@ -21,6 +21,11 @@ from deepspeed.tools.nvme.measure import (
     summary,
 )
 
+SAME_NAMES = (
+    "io_size", "read", "engine", "block_size", "queue_depth", "single_submit", "fast_io_size", "validate",
+)  # fmt: skip
+"""Options whose values are the fields of a transfer with these names."""
+
 
 def plans(args: argparse.Namespace) -> list[MeasurePlan]:
     """Return one plan per process: one for each device of each mapped folder, or `multi_process` for one folder.
@@ -34,20 +39,13 @@ def plans(args: argparse.Namespace) -> list[MeasurePlan]:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such directory")
         transfer = Transfer(
-            io_size=args.io_size,
-            read=args.read,
-            engine=args.engine,
-            block_size=args.block_size,
-            queue_depth=args.queue_depth,
-            single_submit=args.single_submit,
+            **{name: getattr(args, name) for name in SAME_NAMES},
             overlap_events=not args.sequential_requests,
             intra_op_parallelism=args.io_parallel,
-            fast_io_size=args.fast_io_size,
             device=device if args.gpu else None,
             gds=args.use_gds,
             pinned=not args.slow_bounce_buffer,
             legacy_save=args.torch_legacy_save,
-            validate=args.validate,
         )
         name = f"_ds_io_{args.engine}_{args.io_size}_{device}"
         made.append(

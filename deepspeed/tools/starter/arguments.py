@@ -51,8 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--batch B": takes("samples per step over all ranks (default: 32, or one per rank)", type=positive),
         "--force": "overwrite existing files",
     }
-    add_options(made, options)
-    return made
+    return add_options(made, options)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from pathlib import Path
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.planning.step_time.shapes import is_shape
-from deepspeed.tools.starter import arguments, choices, files, serving
+from deepspeed.tools.starter import arguments, choices, files
 
 
 class RefusedInit(ExplainedError, ValueError):
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RefusedInit("no answer; nothing was written") from None
     _check(args)
     if args.goal == "serve":
-        written, reasons = serving.files(args)
+        written, reasons = files.serving_files(args)
     else:
         decision = choices.decide(args)
         written, reasons = files.files(args, decision), decision.reasons

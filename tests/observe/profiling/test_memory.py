@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.observe.flops import FlopsProfiler, get_model_profile
-from deepspeed.observe.flops.tree import held_bytes, peak_bytes, weight_bytes
+from deepspeed.observe.flops.counting import held_bytes, peak_bytes, weight_bytes
 from deepspeed.parallel.expert.layer import MoE
 from deepspeed.parallel.pipeline.module import LayerSpec, PipelineModule
 from tests.pool import run

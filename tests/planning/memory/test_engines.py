@@ -20,7 +20,6 @@ from deepspeed.planning.ledger import (
     MemoryPhase,
     MemoryPlace,
 )
-from deepspeed.planning.planner import cut_buckets
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.zero.offload import swap_file
 from tests.planning.memory.counting import Allocations, file_bytes, owned_bytes, watched
@@ -164,7 +163,7 @@ def compare_finely(pair: str, config: dict[str, Any]) -> None:
     assert seen <= 1.03 * foreseen
     assert allocations.peak("first") + slots <= 1.03 * ledger.peak(MemoryPlace.HOST, TRAINING)[0]
     if engine.global_rank == 0:  # the plan is that of the rank with the least padding
-        assert [b.layout for b in cut_buckets(plan.setting)] == layouts(engine)
+        assert [b.layout for b in plan.setting.buckets] == layouts(engine)
         assert ready == kept(ledger, (MemoryPhase.READY,))
         assert peak[0] == pytest.approx(kept(ledger, STEADY), rel=1e-3)
         assert seen >= 0.97 * foreseen

@@ -13,8 +13,16 @@ import torch
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.calibrated_costs import UNLIMITED, contention, predict_step
-from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps, load
+from deepspeed.planning.step_time.calibration import (
+    UNLIMITED,
+    Calibration,
+    CalibrationError,
+    CostLine,
+    Steps,
+    contention,
+    load,
+    predict_step,
+)
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call

@@ -25,7 +25,6 @@ def test_a_fork_and_a_join() -> None:
     assert found.makespan == 7
     assert (found.busy("c"), found.busy("l")) == (6, 4)
     assert found.critical_path() == [0, 2, 3]
-    assert found.chart(7).splitlines() == ["c #####.#", "l ..####."]
 
 
 def test_a_resource_serves_in_the_order_of_readiness() -> None:

@@ -194,16 +194,16 @@ def test_long_accumulation_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> N
     asked = request("gpt:4x256x4x512", 4, 1, gas=12)
     found = answer(asked)
     at = job(asked)
-    short = seconds_of([found], at).seconds
+    short = seconds_of([found], at, ParallelLayout()).seconds
     monkeypatch.setattr(parallel, "SIMULATED", 100)
-    assert seconds_of([found], at).seconds == pytest.approx(short, rel=1e-3)
+    assert seconds_of([found], at, ParallelLayout()).seconds == pytest.approx(short, rel=1e-3)
 
 
 def test_experts_that_are_called_in_parts() -> None:
     asked = request("gpt:4x256x4x512", 4, 1)
     found = answer(asked)
-    plain = seconds_of([found], job(asked, "10GbE"))
-    spread = seconds_of([found], job(asked, "10GbE"), experts=4)
+    plain = seconds_of([found], job(asked, "10GbE"), ParallelLayout())
+    spread = seconds_of([found], job(asked, "10GbE"), ParallelLayout(experts=4))
     assert spread.seconds > plain.seconds
 
 

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.rehearsal import Rehearsal, SimulatedPool
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.program import (
+from deepspeed.planning.step_time.step import (
     CollectiveStart,
     CollectiveWait,
     ComputeCall,

@@ -13,14 +13,16 @@ from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Costs, Fabric, RankGroup
 from deepspeed.planning.step_time.hardware import DEVICES, NetworkSpec
-from deepspeed.planning.step_time.program import (
+from deepspeed.planning.step_time.step import (
     CollectiveStart,
     CollectiveWait,
     ComputeCall,
     OptimizerUpdate,
+    StepMachine,
     StepProgram,
+    run,
+    step_time,
 )
-from deepspeed.planning.step_time.step import StepMachine, run, step_time
 from deepspeed.planning.step_time.work import PlannedExchange, StepWork
 from tests.planning.memory.models import NOTHING_KEPT, Gpt, config_for
 

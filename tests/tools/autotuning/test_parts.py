@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed.tools.autotuning import Autotuner, scheduler, utils
 from deepspeed.tools.autotuning.arguments import arguments_for, given_config, launcher_command, section_of
-from deepspeed.tools.autotuning.command import run_autotuning
 from deepspeed.tools.autotuning.step_model import StepTimeModel
+from deepspeed.tools.launcher.runner import run_autotuning
 from tests.tools.autotuning.made_up import tuner
 
 

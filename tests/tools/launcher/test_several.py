@@ -18,9 +18,9 @@ from deepspeed.tools.launcher import runner
 from deepspeed.tools.launcher.addresses import master_address
 from deepspeed.tools.launcher.cores import usable_cores
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.exports import exports, read_environment_file
 from deepspeed.tools.launcher.hostfile import checked_host
 from deepspeed.tools.launcher.hosts import multinode_runner
+from deepspeed.tools.launcher.hosts.multi_host import exports, read_environment_file
 from deepspeed.tools.launcher.launcher_helper import env_mapping
 from tests.tools.launcher import fake_machines
 from tests.tools.launcher.programs import COMMAND, TIMEOUT_S, environment

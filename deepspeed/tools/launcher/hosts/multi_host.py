@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import os
 import re
 import shlex
@@ -13,23 +12,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.addresses import check_connection, master_address
-from deepspeed.tools.launcher.arguments import choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
 from deepspeed.tools.launcher.devices import is_this_machine
-from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.exports import exports
+from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.hostfile import checked_host
 from deepspeed.tools.launcher.hosts import ssh
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
-from deepspeed.tools.launcher.supervision import supervise
-
-logger = logging.getLogger("deepspeed.tools.launcher")
+from deepspeed.tools.launcher.launch import choose_port, encode_world_info, launch_arguments
+from deepspeed.tools.launcher.supervision import RUNNER_PID, supervise
 
 END_TIMEOUT_S = 10.0
+ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+# Variables that configure communication, Python and this package. Nothing else leaves this machine: an environment
+# holds secrets and machine-specific paths.
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+"""Name prefixes. A program that calls ``deepspeed.tools.launcher.runner.main`` may add some."""
+PREFIXES = ("NCCL", "GLOO_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_")
+NAMES = ("LD_LIBRARY_PATH", "PATH")
+LOCAL = (RUNNER_PID, "DS_ENV_FILE")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Start = tuple[Callable[[], int], ports.PortReservation]
 
@@ -46,10 +52,9 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
     try:
         if name == SSH_LAUNCHER:
             start = functools.partial(ssh.run, *_over_ssh(args, active))
-            here = is_this_machine(hosts[0].rpartition("@")[2])
-            return functools.partial(_beside_store, start, args.master_port) if (
-                args.elastic_training and here
-            ) else start, reservation
+            if args.elastic_training and is_this_machine(hosts[0].rpartition("@")[2]):
+                start = functools.partial(_beside_store, start, args.master_port)
+            return start, reservation
         if name == PDSH_LAUNCHER and not args.no_ssh_check:
             check_connection(hosts[0], connect)
         return _by_program(args, active, name), reservation
@@ -166,6 +171,47 @@ def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[s
                 "pdsh does not answer: ranks may still be running on %s", command[command.index("-w") + 1]
             )
     return code
+
+
+# --- environment variables that the other machines receive: a selection of this process's own, plus .deepspeed_env
+
+
+def exports(
+    environment: Mapping[str, str] | None = None, folders: tuple[str, ...] | None = None
+) -> dict[str, str]:
+    """Return name -> value. ``NAME=VALUE`` lines of ``.deepspeed_env`` (``DS_ENV_FILE``: another name or path) override
+    the environment: first the home folder's file, then the current folder's. The value is all after the first ``=``.
+
+    Raises:
+        LaunchError: a line of such a file is malformed.
+    """
+    environment = os.environ if environment is None else environment
+    prefixes = (*PREFIXES, *EXPORT_ENVS)
+    found = {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(prefixes) or name in NAMES) and name not in LOCAL and _NAME.fullmatch(name)
+    }
+    for folder in folders or (os.path.expanduser("~"), "."):
+        path = Path(folder, ENVIRONMENT_NAME)
+        if path.is_file():
+            found |= read_environment_file(path)
+    return found
+
+
+def read_environment_file(path: Path) -> dict[str, str]:
+    """Return the variables of one file, skipping empty lines and ``#`` comments."""
+    variables = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        name = name.strip().removeprefix("export ").strip()
+        if not equals or not _NAME.fullmatch(name):
+            # Do not quote the line: it may hold a secret.
+            raise LaunchError(f"{path}, line {number}: each line must read NAME=VALUE")
+        variables[name] = value.rstrip("\r")
+    return variables
 
 
 # --- srun, with the exit code of the rank that failed first

@@ -21,15 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from deepspeed.tools.launcher.constants import (
-    IMPI_LAUNCHER,
-    MPICH_LAUNCHER,
-    MVAPICH_LAUNCHER,
-    OPENMPI_LAUNCHER,
-    PDSH_LAUNCHER,
-    PDSH_MAX_FAN_OUT,
-    SLURM_LAUNCHER,
-)
+from deepspeed.tools.launcher import constants
 from deepspeed.tools.launcher.devices import THIS_MACHINE
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host
@@ -101,7 +93,7 @@ class MultiNodeRunner(ABC):
 class PDSHRunner(MultiNodeRunner):
     """Parallel distributed shell, over ssh."""
 
-    launcher = PDSH_LAUNCHER
+    launcher = constants.PDSH_LAUNCHER
 
     def backend_exists(self) -> bool:
         return shutil.which("pdsh") is not None
@@ -118,7 +110,7 @@ class PDSHRunner(MultiNodeRunner):
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {self.args.ssh_port}".strip()
         workers = ",".join(slots_of(active_resources))
-        hosts = ["-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
+        hosts = ["-f", str(constants.PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
         steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
         if self.args.venv_script is not None:
             steps.append(f". {_for_pdsh(self.args.venv_script)}")
@@ -127,17 +119,15 @@ class PDSHRunner(MultiNodeRunner):
         module = "deepspeed.tools.launcher.launch"
         launch = [sys.executable, "-u", "-m", module]
         job = f"--job={socket.gethostname()}-{os.getpid()}"  # the user may run two jobs on the same hosts
-        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
+        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n"]
+        launch += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
+        launch += node_options(self.args)
         words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
         # The brackets keep the pattern from matching pkill's own command line.
         ours = _for_pdsh(f"[{module[0]}]{module[1:]} --world_info={self.world_info_base64} {job} ")
         end = ["pdsh", *hosts, f"pkill -TERM -f {ours}"]
         return ["pdsh", "-S", *hosts, " && ".join(steps)], end, environment
-
-    def _launch_options(self) -> list[str]:
-        address, port = self.args.master_addr, self.args.master_port
-        return [f"--master_addr={address}", f"--master_port={port}", *node_options(self.args)]
 
 
 def _double_quoted(text: str) -> str:
@@ -210,7 +200,7 @@ class _StartsRanks(MultiNodeRunner):
 class OpenMPIRunner(_StartsRanks):
     """``mpirun`` of Open MPI."""
 
-    launcher = OPENMPI_LAUNCHER
+    launcher = constants.OPENMPI_LAUNCHER
     needs = ("ompi_info",)
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
@@ -245,13 +235,13 @@ class _Hydra(_StartsRanks):
 class MPICHRunner(_Hydra):
     """``mpirun`` of MPICH."""
 
-    launcher = MPICH_LAUNCHER
+    launcher = constants.MPICH_LAUNCHER
 
 
 class IMPIRunner(_Hydra):
     """``mpirun`` of Intel's MPI."""
 
-    launcher = IMPI_LAUNCHER
+    launcher = constants.IMPI_LAUNCHER
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64, resource_pool)
@@ -262,7 +252,7 @@ class IMPIRunner(_Hydra):
 class MVAPICHRunner(_Hydra):
     """``mpirun`` of MVAPICH2."""
 
-    launcher = MVAPICH_LAUNCHER
+    launcher = constants.MVAPICH_LAUNCHER
     needs = ("mpiname",)
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
@@ -289,7 +279,7 @@ class MVAPICHRunner(_Hydra):
 class SlurmRunner(_StartsRanks):
     """``srun``, inside an allocation or not."""
 
-    launcher = SLURM_LAUNCHER
+    launcher = constants.SLURM_LAUNCHER
     program = "srun"
     needs = ("sinfo",)
 
@@ -331,10 +321,10 @@ def _spelled(slots: Mapping[str, Sequence[int]]) -> str:
 
 
 RUNNERS: dict[str, type[MultiNodeRunner]] = {
-    PDSH_LAUNCHER: PDSHRunner,
-    OPENMPI_LAUNCHER: OpenMPIRunner,
-    MPICH_LAUNCHER: MPICHRunner,
-    IMPI_LAUNCHER: IMPIRunner,
-    SLURM_LAUNCHER: SlurmRunner,
-    MVAPICH_LAUNCHER: MVAPICHRunner,
+    constants.PDSH_LAUNCHER: PDSHRunner,
+    constants.OPENMPI_LAUNCHER: OpenMPIRunner,
+    constants.MPICH_LAUNCHER: MPICHRunner,
+    constants.IMPI_LAUNCHER: IMPIRunner,
+    constants.SLURM_LAUNCHER: SlurmRunner,
+    constants.MVAPICH_LAUNCHER: MVAPICHRunner,
 }

@@ -7,7 +7,6 @@ name; failures of ranks come back as data, so that the root cause is reported on
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import shlex
@@ -22,13 +21,17 @@ from types import FrameType
 from typing import IO, Any
 
 from deepspeed.base.constants import TIME_IS_UP
+from deepspeed.tools.launcher.errors import logger
 from deepspeed.tools.launcher.failures import Failure, causes_first, read_report, show
 from deepspeed.tools.launcher.hosts.remote import MARK
-from deepspeed.tools.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
-from deepspeed.tools.launcher.shim import LINUX, die_with_parent
+from deepspeed.tools.launcher.processes import (
+    end_with_us,
+    grace_seconds,
+    handled_by,
+    kill_descendants,
+    own_children,
+)
 from deepspeed.tools.launcher.supervision import LAST_RESORT_S, RESTART_SIGNAL
-
-logger = logging.getLogger("deepspeed.tools.launcher")
 
 CONNECTION_FAILED = 255  # ssh's own exit code
 RETRY_S = 10.0  # delay before an elastic job tries a lost machine again
@@ -106,14 +109,13 @@ class _SshConnection:
         self, job: RemoteJob, node: SshNode, prefix: str, ended: queue.SimpleQueue[_SshConnection | None]
     ) -> None:
         self.node = node
-        own_pid = os.getpid()
         self._process = subprocess.Popen(
             job.command(node),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=(lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None,
+            preexec_fn=end_with_us(),
         )
         self._send(job.request(node))
         streams = [(self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)]
