@@ -16,8 +16,9 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.staged import Staged
 from deepspeed.ops.partitions import partition_balanced, partition_uniform
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.values import map_tensors, tensors_in
+from deepspeed.parallel.pipeline.messages.values import map_tensors
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, trained_numel, type_name
+from deepspeed.zero.gradients.backward import tensors_in
 
 
 class LayerPartition(Staged):

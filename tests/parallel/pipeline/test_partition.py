@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.encoding import describe, pack, rebuild, specs, total_bytes, unpack
+from deepspeed.parallel.pipeline.messages.encoding import Outline, outline
 from deepspeed.parallel.pipeline.module import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipeline.partition import measure_layers, partition, stage_of
 from deepspeed.parallel.pipeline.specs import trained_numel
@@ -81,11 +81,10 @@ def test_messages_keep_everything() -> None:
         "empty": torch.empty(0, 3),
         "last": torch.randn(5, 2).T,
     }
-    words, tensors = describe(value)
-    found = specs(words)
-    packed = pack(tensors, found)
-    assert packed.numel() == total_bytes(found)
-    back = rebuild(words, unpack(packed, found))
+    sent, tensors = outline(value)
+    packed = sent.pack(tensors)
+    assert packed.numel() == sent.nbytes
+    back = Outline.of_words(sent.words()).unpack(packed)
     assert list(back) == list(value) and back["rest"][:5] == value["rest"][:5]
     assert torch.equal(back["hidden"], value["hidden"]) and back["hidden"].requires_grad
     assert torch.equal(back["mask"], value["mask"]) and back["empty"].shape == (0, 3)
@@ -93,11 +92,11 @@ def test_messages_keep_everything() -> None:
     assert torch.equal(back["last"], value["last"]) and back["hidden"].is_leaf
     back["mask"].logical_not_()  # one tensor's versions are not another's
     assert back["hidden"]._version == 0
-    assert describe(value)[0] == words
+    assert outline(value)[0].words() == sent.words()
 
 
 def test_what_cannot_be_sent() -> None:
     with pytest.raises(PipelineError, match="returned set"):
-        describe(({1},))
+        outline(({1},))
     with pytest.raises(PipelineError, match="sparse"):
-        describe(torch.eye(2).to_sparse())
+        outline(torch.eye(2).to_sparse())
