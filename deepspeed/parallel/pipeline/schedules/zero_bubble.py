@@ -17,6 +17,7 @@ from deepspeed.parallel.pipeline.schedules.orders import (
     ActionKind,
     Durations,
     Order,
+    by_turns,
     ready_time,
     simulate,
     stage_of_position,
@@ -24,60 +25,30 @@ from deepspeed.parallel.pipeline.schedules.orders import (
 
 
 def zero_bubble(
-    stages: int, micro_batches: int, *, durations: Durations = EQUAL, held: int | None = None
-) -> Order:
-    """Return the best zero-bubble order with one chunk per stage.
-
-    ``held``: micro-batches whose activations a stage may hold; default ``stages``, the maximum of 1F1B. With
-    ``2 stages - 1`` no bubble is left between the first B and the last.
-    """
-    limit = stages if held is None else held
-    empty = Order("zero-bubble", micro_batches, ((),) * stages, split=True)
-    found = [_greedy(empty, assumed, limit) for assumed in _assumptions(durations, stages * micro_batches)]
-    if limit >= stages:
-        found.append(_with_lag(stages, micro_batches))
-    return min(found, key=lambda order: simulate(order, durations).makespan)
-
-
-def _with_lag(stages: int, micro_batches: int) -> Order:
-    """Return 1F1B in which W lags behind B by as many micro-batches as the index of the stage (the paper's ZB-H1)."""
-    actions = []
-    for stage in range(stages):
-        ahead, lag = min(stages - stage, micro_batches), stage
-        own = [Action(ActionKind.FORWARD, number) for number in range(ahead)]
-        for number in range(micro_batches):
-            own.append(Action(ActionKind.BACKWARD, number))
-            if number >= lag:
-                own.append(Action(ActionKind.WEIGHTS, number - lag))
-            if number + ahead < micro_batches:
-                own.append(Action(ActionKind.FORWARD, number + ahead))
-        own += [
-            Action(ActionKind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)
-        ]
-        actions.append(tuple(own))
-    return Order("zero-bubble", micro_batches, tuple(actions), split=True).check()
-
-
-def zero_bubble_v(
     stages: int,
     micro_batches: int,
-    chunks: int = 2,
+    chunks: int = 1,
     *,
-    zigzag: bool = True,
+    zigzag: bool = False,
     durations: Durations = EQUAL,
     held: int | None = None,
 ) -> Order:
-    """Return the best zero-bubble order with several chunks per stage, every second one traversed in the opposite
-    direction: with two, the last chunk is on the first stage, so that its backwards start at once. Warm-up is
-    ``chunks`` times shorter. ``zigzag=False``: round-robin. ``held`` counts chunks: 1F1B holds ``chunks stages``.
-    ``durations`` are per chunk."""
+    """Return the best zero-bubble order.
+
+    With several chunks per stage, warm-up is ``chunks`` times shorter. ``zigzag``: every second one is traversed in the
+    opposite direction: with two, the last chunk is on the first stage, so that its backwards start at once; otherwise
+    round-robin. ``durations`` are per chunk.
+
+    ``held``: micro-batches x chunks whose activations a stage may hold; default ``chunks stages``, the maximum of 1F1B.
+    With one chunk and ``2 stages - 1`` no bubble is left between the first B and the last.
+    """
     limit = chunks * stages if held is None else held
     name = "zero-bubble-v" if zigzag else "zero-bubble"
     empty = Order(name, micro_batches, ((),) * stages, chunks, split=True, zigzag=zigzag)
-    found = [
-        _greedy(empty, assumed, limit)
-        for assumed in _assumptions(durations, stages * micro_batches * chunks**2)
-    ]
+    assumptions = _assumptions(durations, stages * micro_batches * chunks**2)
+    found = [_greedy(empty, assumed, limit) for assumed in assumptions]
+    if chunks == 1 and limit >= stages:
+        found.append(by_turns(empty, lambda stage: stages - stage))  # the paper's ZB-H1
     return min(found, key=lambda order: simulate(order, durations).makespan)
 
 
