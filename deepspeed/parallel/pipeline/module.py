@@ -257,19 +257,6 @@ class PipelineModule(LayerPartition, nn.Module):
         modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
-    @property
-    def is_checkpointable_results(self) -> list[bool]:
-        """Flags of the runs of ``activation_checkpoint_interval`` layers of this stage: whether each is recomputed."""
-        interval = self.activation_checkpoint_interval
-        if interval < 1:
-            return []
-        bounds = zip(self._ends[:-1], self._ends[1:], strict=True)
-        starts = [(start, end) for begin, end in bounds for start in range(begin, end, interval)]
-        return [
-            self._is_checkpointable(self.forward_funcs[start : min(start + interval, end)])
-            for start, end in starts
-        ]
-
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
             raise ValueError(f"activation_checkpoint_interval={interval}: must be at least 0 (off)")
