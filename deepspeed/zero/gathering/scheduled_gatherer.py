@@ -55,11 +55,6 @@ class GatherCounts:
     misses: int = 0
     fetches: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        needs = self.hits + self.misses + self.fetches
-        return self.hits / needs if needs else 1.0
-
 
 @dataclass(slots=True)
 class Evaluation:
@@ -292,7 +287,7 @@ class ScheduledGatherer(FetchingGatherer):
 
     def _rendezvous(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
         """Return the order of a pass that all ranks are running now; empty if they are not."""
-        what = repr((intent, self.order.position, self.server.version)).encode()
+        what = repr((intent, self.order.position, self.server.version))
         order = self.server.meet(Arrival(what, proposal, self.patience_s))
         if order is not None:
             self.patience_s = self.longest_patience_s
@@ -351,8 +346,8 @@ class ScheduledGatherer(FetchingGatherer):
         if length < 0:
             self.order.end_step(self.order.agreed)
             return
-        body = torch.zeros(length, dtype=torch.int64, device=device)
+        body = torch.zeros(length, dtype=torch.uint8, device=device)
         if changed:
-            body.copy_(torch.tensor(message, dtype=torch.int64))
+            body.copy_(torch.tensor(message, dtype=torch.uint8))
         self.all_ranks.broadcast(body, src=0).wait()
         self.order.end_step(decode(body.tolist()))

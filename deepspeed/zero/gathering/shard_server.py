@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import hmac
+import json
 import os
 import secrets
 import socket
@@ -28,7 +29,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.constants import RANK_ENDED
 from deepspeed.comm.collectives import CommunicationError, Communicator
-from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous, pack_answer, read_answer
+from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
 
 # A barrier for leaving ranks, where too many ranks serve shards for each to tell every other one directly.
 #
@@ -98,7 +98,7 @@ _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LEAVING = -1  # instead of a bucket: close the connection when the serving rank leaves
 _RENDEZVOUS = -2
-"""Instead of a bucket: a rendezvous arrival follows; the version field is its length in bytes."""
+"""Instead of a bucket: a message follows, the fields of a rendezvous arrival."""
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -199,11 +199,11 @@ class ShardServer:
         """Return the common order if all ranks have the intent of ``arrival``, otherwise None (``Rendezvous``)."""
         if self.communicator.rank == 0:
             return self.rendezvous.join(0, arrival)
-        message = arrival.pack()
+        fields = [arrival.intent, arrival.proposal, arrival.patience_s]
         try:
             connection = self._connection(0)
-            connection.sendall(_REQUEST.pack(_RENDEZVOUS, len(message)) + message)
-            return read_answer(partial(_read, connection))
+            connection.sendall(_REQUEST.pack(_RENDEZVOUS, 0) + pack_message(fields))
+            return _read_message(connection)
         except OSError as error:
             raise self._lost_error(0, error, "announce the next gathers") from error
 
@@ -252,8 +252,8 @@ class ShardServer:
             while True:
                 bucket, version = _REQUEST.unpack(_read(connection, _REQUEST.size))
                 if bucket == _RENDEZVOUS:
-                    arrival = Arrival.unpack(_read(connection, version))
-                    connection.sendall(pack_answer(self.rendezvous.join(arriving, arrival)))
+                    arrival = Arrival(*_read_message(connection))
+                    connection.sendall(pack_message(self.rendezvous.join(arriving, arrival)))
                     continue
                 with self._changed:
                     if bucket == _LEAVING:
@@ -366,6 +366,17 @@ def _listen(master: str) -> socket.socket:
     listener.bind((host, 0))
     listener.listen()
     return listener
+
+
+def pack_message(value: Any) -> bytes:
+    """Pack a value as JSON, after its length."""
+    text = json.dumps(value).encode()
+    return _COUNT.pack(len(text)) + text
+
+
+def _read_message(connection: socket.socket) -> Any:
+    (count,) = _COUNT.unpack(_read(connection, _COUNT.size))
+    return json.loads(_read(connection, count))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
