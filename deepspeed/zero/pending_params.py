@@ -60,7 +60,8 @@ class PendingParams:
         self.store = store
         self.publisher = publisher
         self.access = access
-        self._subscribers: list[Callable[[Sequence[str]], None]] = []
+        self.on_admitted: Callable[[Sequence[str]], None] = lambda names: None
+        """Called with the names of admitted parameters, once the store holds them."""
         self.make_buckets = make_buckets
         self.spare = list(spare)
         self._groups: list[int] = []
@@ -71,10 +72,6 @@ class PendingParams:
         self._orphans: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.find_pending()
-
-    def subscribe(self, subscriber: Callable[[Sequence[str]], None]) -> None:
-        """Call ``subscriber`` with the names of admitted parameters, once the store holds them."""
-        self._subscribers.append(subscriber)
 
     def find_pending(self) -> None:
         """Find the pending parameters. Every rank finds the same ones, because all have the same optimizer groups."""
@@ -126,8 +123,7 @@ class PendingParams:
         self.store.admit(added.params, weights, grads)
         self.reducer.admit(added.params, grads)
         self.access.admit(added.names, added.shared)
-        for subscriber in self._subscribers:
-            subscriber(added.names)
+        self.on_admitted(added.names)
         publisher = self.publisher
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
         self.find_pending()

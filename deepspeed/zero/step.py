@@ -135,7 +135,7 @@ class StepExecutor:
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.pending_params = pending_params
-        pending_params.subscribe(self._admitted)
+        pending_params.on_admitted = self._admitted
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
