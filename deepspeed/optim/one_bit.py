@@ -40,7 +40,14 @@ class OneBitOptimizer(MultiTensorOptimizer):
     extra_state_names: tuple[str, ...] = ()
     """fp32 state entries besides ``state_names``."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], deepspeed: Any = None, comm_backend_name: str = "nccl"
+    ) -> None:
+        if comm_backend_name not in BACKENDS:  # all of them use the engine's own communication
+            raise ValueError(
+                f"{type(self).__name__}: comm_backend_name={comm_backend_name!r} must be one of {', '.join(BACKENDS)}"
+            )
+        self.deepspeed, self.comm_backend_name = deepspeed, comm_backend_name
         MultiTensorOptimizer.__init__(self, params, defaults)  # intermediate bases have other arguments
         self.updates = 0
         self.exchange = SignExchange()
@@ -274,10 +281,3 @@ def ema_update(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: f
             if grad_scale != 1.0:
                 wide.mul_(grad_scale)
             momentum.mul_(beta1).add_(wide.mul_(1.0 - beta1))
-
-
-def check_backend(optimizer: str, name: str) -> None:
-    """Raise ValueError for a name that is no documented backend. All of them use the engine's own
-    communication here."""
-    if name not in BACKENDS:
-        raise ValueError(f"{optimizer}: comm_backend_name={name!r} must be one of {', '.join(BACKENDS)}")

@@ -22,7 +22,6 @@ from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
     by_holders,
-    check_backend,
     ema_update,
     pieces,
     round_into,
@@ -85,15 +84,13 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             eps_inside_sqrt=eps_inside_sqrt,
             max_grad_norm=max_grad_norm or None,
         )
-        check_backend("OnebitAdam", comm_backend_name)
         if int(variance_interval) < 0:
             raise ValueError(
                 f"OnebitAdam: variance_interval={variance_interval!r} must be 0 (keep the variance) or the "
                 "number of updates between synchronizations of the variance"
             )
-        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self.chooses_freeze_step = freeze_step == AUTO
         self.freeze_step: float = float("inf") if self.chooses_freeze_step else int(freeze_step)
         self._sum_of_variances = 0.0

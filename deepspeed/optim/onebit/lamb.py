@@ -16,7 +16,6 @@ from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateT
 from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
-    check_backend,
     ema_update,
     mean_over_holders,
     numels_of,
@@ -86,7 +85,6 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         factor_threshold: float = 0.1,
     ) -> None:
         refuse("OnebitLamb", amsgrad=amsgrad)
-        check_backend("OnebitLamb", comm_backend_name)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -98,10 +96,8 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self._coefficients = []
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
         self.freeze_step = int(freeze_step)
         self.coeff_beta = float(coeff_beta)
         self.factor_max, self.factor_min = float(factor_max), float(factor_min)

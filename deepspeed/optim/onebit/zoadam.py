@@ -17,7 +17,6 @@ from deepspeed.optim.one_bit import (
     MASK,
     VAR_STEPS,
     OneBitOptimizer,
-    check_backend,
     ema_update,
     pieces,
     round_into,
@@ -115,7 +114,6 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             eps_inside_sqrt=eps_inside_sqrt,
             max_grad_norm=max_grad_norm or None,
         )
-        check_backend("ZeroOneAdam", comm_backend_name)
         for name, value in (
             ("var_update_scaler", var_update_scaler),
             ("local_step_scaler", local_step_scaler),
@@ -123,9 +121,8 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         ):
             if int(value) < 1:
                 raise ValueError(f"ZeroOneAdam: {name}={value!r} must be at least 1")
-        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self.var_freeze_step = int(var_freeze_step)
         self.var_update_scaler = int(var_update_scaler)
         self.local_step_scaler = int(local_step_scaler)
