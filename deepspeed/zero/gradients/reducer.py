@@ -244,7 +244,8 @@ class GradReducer:
         if self._grad_factor != 1.0:
             grad = grad * self._grad_factor  # not in place: several parameters may share one tensor
         if self._progress is Progress.IDLE:
-            self._schedule_flush()
+            # Unannounced: the module was called directly. This is called at the end of the graph task.
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         sums = self._progress is Progress.SUMMING or self._decide()
         filled = self._order.arrive(index, b)
         if self._order.launched[b]:
@@ -281,10 +282,6 @@ class GradReducer:
             )
         return False
 
-    def _schedule_flush(self) -> None:
-        """Flush at the end of the graph task of an unannounced backward (the module was called directly)."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-
     def pause_sums(self) -> None:
         """Accumulate gradients on this rank only until ``resume_sums``; the next backward after it sums everything."""
         self.sums_paused = True
@@ -317,17 +314,14 @@ class GradReducer:
         ``param.grad``."""
         self._scale_pending_grads()
         if self._decide():
-            self._reduce_rest()
+            self._launch_rest()
+            for bucket in self.buckets:
+                bucket.collect()
+            if self._sums_late_now():
+                self.reduce_late()
         self._begin()
         if self.expose:
             self._exposed.show(self.params, self.used, self._places)
-
-    def _reduce_rest(self) -> None:
-        self._launch_rest()
-        for bucket in self.buckets:
-            bucket.collect()
-        if self._sums_late_now():
-            self.reduce_late()
 
     def _sums_late_now(self) -> bool:
         """Return whether all ranks sum late gradients at the end of this backward (Note: arrivals). Collective where a
