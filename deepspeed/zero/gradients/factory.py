@@ -66,14 +66,13 @@ def make_grad_buckets(
                 local_format=local_sum(layout, replica_group, pool, plan),
                 factors=plan.gradients.factors(replica_group.divisor),
                 counts_in_norm=first_holder,
-                accumulate_dtype=plan.precision.accumulate or layout.dtype,
+                dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_shard=partial(kept_by.new_gradients, device=first.device),
                 host=host if has_own_memory(first.device) and tier.offloads(layout) else None,
+                check=kept_by.check if kept_by.on_file and not has_own_memory(first.device) else None,
             )
         )
-        if kept_by.on_file and not has_own_memory(first.device):
-            result[-1].check = kept_by.check
     return result
 
 
