@@ -113,42 +113,37 @@ class _Candidate(NamedTuple):
     action: Action
 
 
+@dataclass
 class _GreedyRun:
     """Event-driven greedy scheduler. A W runs when nothing else is ready, or activations are at their limit.
     ``weights_last``: delay each W infinitesimally, so that anything else possible at that time goes first, also on
     other stages."""
 
-    def __init__(
-        self,
-        empty: Order,
-        durations: Durations,
-        limit: int,
-        ordering: Callable[[Action], tuple[int, ...]],
-        weights_last: bool,
-    ) -> None:
-        self._empty = empty
-        self._durations = durations
-        self._limit = limit
-        self._ordering = ordering
-        self._delay = 1e-9 if weights_last else 0.0
+    empty: Order
+    durations: Durations
+    limit: int
+    ordering: Callable[[Action], tuple[int, ...]]
+    weights_last: bool
+
+    def __post_init__(self) -> None:
         kinds = [
             (kind, chunk)
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-            for chunk in range(empty.chunks)
+            for chunk in range(self.empty.chunks)
         ]
-        self._stages = [_Stage(dict.fromkeys(kinds, 0)) for _ in range(empty.stages)]
+        self._stages = [_Stage(dict.fromkeys(kinds, 0)) for _ in range(self.empty.stages)]
         self._ends: dict[tuple[ActionKind, int, int], float] = {}
 
     def order(self) -> Order | None:
         """Return the order; None if the limit on held micro-batches blocks all stages."""
-        candidates = [self._next(stage) for stage in range(self._empty.stages)]
+        candidates = [self._next(stage) for stage in range(self.empty.stages)]
         while any(stage.busy for stage in self._stages):
             chosen = min((each for each in candidates if each is not None), default=None)
             if chosen is None:
                 return None
             for stage in self._apply(chosen):
                 candidates[stage] = self._next(stage)
-        return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
+        return replace(self.empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
         """Return the stage's best next action with its earliest start time and rank."""
@@ -158,43 +153,45 @@ class _GreedyRun:
             action = Action(kind, micro_batch, chunk)
             ready = self._earliest_start(action, number)
             if ready is not None:
-                start = max(stage.free, ready + self._durations.send if ready else 0.0)
+                start = max(stage.free, ready + self.durations.send if ready else 0.0)
                 rank = 0 if kind is ActionKind.BACKWARD else 1
-                candidates.append(_Candidate(start, rank, number, self._ordering(action), action))
+                candidates.append(_Candidate(start, rank, number, self.ordering(action), action))
         if stage.weights:
-            candidates.append(_Candidate(stage.free + self._delay, 2, number, (0,), stage.weights[0]))
+            candidates.append(
+                _Candidate(stage.free + 1e-9 * self.weights_last, 2, number, (0,), stage.weights[0])
+            )
         return min(candidates, default=None)
 
     def _earliest_start(self, action: Action, number: int) -> float | None:
         """Return the earliest time at which an F or B may start, excluding transfer of its inputs; None: not yet."""
-        empty = self._empty
+        empty = self.empty
         ready = ready_time(action, number, self._ends, empty)
         if action.kind is ActionKind.BACKWARD:
             forward = ActionKind.FORWARD, action.micro_batch, empty.position(action.chunk, number)
             own = self._ends.get(forward)
             return None if ready is None or own is None else max(ready, own)
-        full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self._limit
+        full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self.limit
         return None if full else ready
 
     def _apply(self, chosen: _Candidate) -> Sequence[int]:
         """Apply the chosen action and return the stages whose next action may have changed."""
         stage, action = self._stages[chosen.stage], chosen.action
-        stage.free = chosen.start + self._durations.of(action, split=True)
+        stage.free = chosen.start + self.durations.of(action, split=True)
         stage.done.append(action)
         if action.kind is ActionKind.WEIGHTS:
             stage.weights.popleft()
             stage.held -= 1
             return (chosen.stage,)
         stage.left[action.kind, action.chunk] += 1
-        if action.micro_batch + 1 == self._empty.micro_batches:
+        if action.micro_batch + 1 == self.empty.micro_batches:
             del stage.left[action.kind, action.chunk]
         if action.kind is ActionKind.FORWARD:
             stage.held += 1
         else:
             stage.weights.append(replace(action, kind=ActionKind.WEIGHTS))
-        place = self._empty.position(action.chunk, chosen.stage)
+        place = self.empty.position(action.chunk, chosen.stage)
         self._ends[action.kind, action.micro_batch, place] = stage.free
         after = place + (1 if action.kind is ActionKind.FORWARD else -1)  # the chunk that depends on this one
-        if 0 <= after < self._empty.stages * self._empty.chunks:
-            return chosen.stage, stage_of_position(after, self._empty.stages, self._empty.zigzag)
+        if 0 <= after < self.empty.stages * self.empty.chunks:
+            return chosen.stage, stage_of_position(after, self.empty.stages, self.empty.zigzag)
         return (chosen.stage,)
