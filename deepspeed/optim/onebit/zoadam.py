@@ -220,21 +220,11 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             second, rate = self._corrections(state, group)
             if not since:
                 state[SYNCED].copy_(master)
-            if frozen_step(
-                master,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                low,
-                variance_correction=second,
-                eps=group["eps"],
-                rate=rate,
-                decay=decay,
-                local=(state[SYNCED], state[LOCAL]),
-                keeps_param=exchanges,
-            ):
+            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            own, sums = (master, state["exp_avg"], state["exp_avg_sq"]), (state[SYNCED], state[LOCAL])
+            if frozen_step(*own, low, **scalars, local=sums, keeps_param=exchanges):
                 continue
-            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], low)
-            for w, m, v, synced, local, rounded in pieces(*own):
+            for w, m, v, synced, local, rounded in pieces(*own, *sums, low):
                 synced.mul_(decay)
                 local.add_((m / root(v, second, group["eps"])).mul_(rate))
                 if not exchanges:
