@@ -74,16 +74,9 @@ class _OwnLoss:
         self._function = model.loss_function
         self._vocabulary = model.config.get_text_config().vocab_size
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of unshifted ``labels``."""
-        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary)
-        return loss
-
-    def of_next(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of ``labels`` that are already shifted."""
-        loss: Tensor = self._function(
-            logits=logits, labels=labels, vocab_size=self._vocabulary, shift_labels=labels
-        )
+    def __call__(self, logits: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+        """Compute the loss of ``labels``; with ``shift_labels=labels`` they are already shifted."""
+        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary, **more)
         return loss
 
 
@@ -208,8 +201,12 @@ class CutModel(PipelineModule):
             if len(stages) > 1 and self.stage_id in stages
         }
         kept = set(self._outside_of(self.stage_id))
-        self._stand_ins = self._make_stand_ins()
-        for name in {*self._structure.before, *self._structure.after} - kept:
+        structure = self._structure
+        self._stand_ins = {name: _LaterModule() for name in structure.after}
+        self._stand_ins |= {
+            name: _EarlierModule(self._boundary, structure.shapes[name]) for name in structure.before
+        }
+        for name in self._stand_ins.keys() - kept:
             _replace(model, name, self._stand_ins[name])
         own = self._structure.block_list()
         for number in range(len(blocks)):
@@ -245,12 +242,6 @@ class CutModel(PipelineModule):
         for stage in range(self.num_stages):
             if any(has(self._structure.model.get_submodule(name)) for name in self._outside_of(stage)):
                 found.add(stage)
-        return found
-
-    def _make_stand_ins(self) -> dict[str, nn.Module]:
-        structure = self._structure
-        found: dict[str, nn.Module] = {name: _LaterModule() for name in structure.after}
-        found |= {name: _EarlierModule(self._boundary, structure.shapes[name]) for name in structure.before}
         return found
 
     def _view(self, chunk: int) -> nn.ModuleList:
@@ -304,7 +295,7 @@ class CutModel(PipelineModule):
         def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
             if not self.training:
                 return own(logits, labels)
-            return token_mean(own.of_next(logits, labels), (labels != IGNORED).sum(), group)
+            return token_mean(own(logits, labels, shift_labels=labels), (labels != IGNORED).sum(), group)
 
         group = mesh.group("sp")
         self.batch_fn, self.loss_fn = batch_fn, loss_fn
