@@ -26,7 +26,8 @@ from torch import Tensor
 
 from deepspeed.comm.transports.host_messages import NeighbourReceiver, NeighbourSender
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.encoding import Outline, outline
+from deepspeed.parallel.pipeline.messages.encoding import Outline, describe
+from deepspeed.parallel.pipeline.messages.values import map_tensors
 
 FRAME = 64
 _NUMBER, _BATCH, _BYTES, _WORDS, _INLINE = range(5)  # offsets of the frame's header fields
@@ -42,9 +43,8 @@ class SameStageChannel:
         self._waiting: deque[Any] = deque()
 
     def send(self, value: Any) -> None:
-        shape, tensors = outline(value)
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        self._waiting.append(shape.rebuild(leaves))
+        describe(value)  # refuses what could not be sent
+        self._waiting.append(map_tensors(value, lambda t: t.detach().requires_grad_(t.requires_grad)))
 
     def receive(self, left: int = 0) -> Any:
         return self._waiting.popleft()
@@ -66,20 +66,21 @@ class _SendingEnd:
         self.peer = peer
         self.sent = self.batch = self._sent_before = 0
         self.described = 0
-        self._words: list[int] = []
+        self._marks: list[Any] = []
+        self._outline = Outline(None, [])
 
     def begin(self) -> None:
         """Begin a batch, on all stages."""
         self.batch, self._sent_before = self.batch + 1, self.sent
 
-    def _describe(self, shape: Outline) -> list[int]:
-        """Return the words of a message; empty if they are those of the message before."""
-        words = shape.words()
-        if words == self._words:
-            return []
-        self._words = words
+    def _describe(self, value: Any) -> tuple[list[int], list[Tensor]]:
+        """Return the words and tensors of a message; no words if they are those of the message before."""
+        marks, tensors = describe(value)
+        if marks == self._marks:
+            return [], tensors
+        self._marks, self._outline = marks, Outline.of(value, tensors)
         self.described += 1
-        return words
+        return self._outline.words(), tensors
 
 
 class LocalSender(_SendingEnd):
@@ -90,10 +91,10 @@ class LocalSender(_SendingEnd):
         self.link = link
 
     def send(self, value: Any) -> None:
-        """Send ``value``, a nest that ``outline`` supports."""
-        shape, tensors = outline(value)
-        note = array("q", (self.sent, self.batch, *self._describe(shape)))
-        self.link.send(note.tobytes(), shape.nbytes, lambda memory: shape.pack_into(memory, tensors))
+        """Send ``value``, a nest that ``describe`` supports."""
+        words, tensors = self._describe(value)
+        note, outline = array("q", (self.sent, self.batch, *words)), self._outline
+        self.link.send(note.tobytes(), outline.nbytes, lambda memory: outline.pack_into(memory, tensors))
         self.sent += 1
 
     def flush(self) -> None:
@@ -112,9 +113,9 @@ class Sender(_SendingEnd):
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, value: Any) -> None:
-        """Send ``value``, a nest that ``outline`` supports. Its tensors must not change before ``flush``."""
-        shape, tensors = outline(value)
-        words, nbytes = self._describe(shape), shape.nbytes
+        """Send ``value``, a nest that ``describe`` supports. Its tensors must not change before ``flush``."""
+        words, tensors = self._describe(value)
+        nbytes = self._outline.nbytes
         frame = [self.sent, self.batch, nbytes, len(words) or _SAME]
         if len(words) <= FRAME - _INLINE:
             frame, words = frame + words, []
@@ -123,11 +124,11 @@ class Sender(_SendingEnd):
         if self._last_bytes and not as_expected:
             self._post(torch.zeros(self._last_bytes, dtype=torch.uint8))
         if nbytes and as_expected:
-            self._post(shape.pack(tensors))
+            self._post(self._outline.pack(tensors))
         if words:
             self._post(torch.tensor(words, dtype=torch.int64))
         if nbytes and not as_expected:
-            self._post(shape.pack(tensors))
+            self._post(self._outline.pack(tensors))
         self._last_bytes = nbytes
         self.sent += 1
         while self._pending and self._pending[0][0].is_completed():
@@ -161,11 +162,11 @@ class _ReceivingEnd:
     def receive(self, left: int = 0) -> Any:
         """Return the next message; its tensors require gradients if they did at the sender. ``left``: messages still to
         come after this one. PipelineError: a message was lost."""
-        batch, shape, data = self._next()
+        batch, outline, data = self._next()
         while batch != self.batch:
-            batch, shape, data = self._next()
+            batch, outline, data = self._next()
         self.post_receives(left)
-        return shape.unpack(data)
+        return outline.unpack(data)
 
     def _next(self) -> tuple[int, Outline, Tensor]:
         """Return the batch, the outline and the bytes of the next message."""
@@ -242,11 +243,11 @@ class Receiver(_ReceivingEnd):
         words = head[_INLINE : _INLINE + max(count, 0)]
         if count > FRAME - _INLINE:
             words = self._take(count, torch.int64).tolist()
-        shape = self._described(words, nbytes)
+        outline = self._described(words, nbytes)
         as_expected = bool(ahead) and nbytes == self._last_bytes
         data = ahead[0][1] if as_expected else self._take(nbytes, torch.uint8)
         self._last_bytes = nbytes
-        return head[_BATCH], shape, data
+        return head[_BATCH], outline, data
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not numel:

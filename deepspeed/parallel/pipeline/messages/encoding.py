@@ -46,6 +46,17 @@ class Outline(NamedTuple):
     nest: Any
     specs: list[TensorSpec]
 
+    @classmethod
+    def of(cls, value: Any, tensors: Sequence[Tensor]) -> Outline:
+        """Return the outline of ``value``, of which ``describe`` returned these tensors."""
+        specs: list[TensorSpec] = []
+        start = 0
+        for tensor in tensors:
+            specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, start))
+            start = -(-specs[-1].stop // ALIGNMENT) * ALIGNMENT
+        left = iter(specs)
+        return cls(map_leaves(value, Tensor, lambda _: next(left)), specs)
+
     @property
     def nbytes(self) -> int:
         return self.specs[-1].stop if self.specs else 0
@@ -59,11 +70,6 @@ class Outline(NamedTuple):
     @classmethod
     def of_words(cls, words: Sequence[int]) -> Outline:
         return cls(*pickle.loads(array("q", words).tobytes()))
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Reconstruct the message with these tensors."""
-        left = iter(tensors)
-        return map_leaves(self.nest, TensorSpec, lambda _: next(left))
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the bytes of a message, uint8 [nbytes]; a single contiguous tensor is not copied."""
@@ -80,34 +86,41 @@ class Outline(NamedTuple):
 
     def unpack(self, packed: Tensor) -> Any:
         """Reconstruct the message from its bytes. Each tensor has its own version counter, though they share memory."""
-        return self.rebuild([_part(packed, spec).data.requires_grad_(spec.needs_grad) for spec in self.specs])
+        return map_leaves(
+            self.nest, TensorSpec, lambda spec: _part(packed, spec).data.requires_grad_(spec.needs_grad)
+        )
 
 
-def outline(value: Any) -> tuple[Outline, list[Tensor]]:
-    """Return the outline of ``value`` and its tensors in order. PipelineError: it holds an unsupported type."""
-    specs: list[TensorSpec] = []
+def describe(value: Any) -> tuple[list[Any], list[Tensor]]:
+    """Return marks, which are equal for messages with equal outlines, and the tensors of ``value`` in order. Runs for
+    every message. PipelineError: ``value`` holds an unsupported type."""
+    marks: list[Any] = []
     tensors: list[Tensor] = []
-    return Outline(_outline(value, specs, tensors), specs), tensors
+    _describe(value, marks, tensors)
+    return marks, tensors
 
 
-def _outline(value: Any, specs: list[TensorSpec], tensors: list[Tensor]) -> Any:
+def _describe(value: Any, marks: list[Any], tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.dtype not in DTYPES or value.layout != torch.strided:
             raise PipelineError(f"stages cannot send tensors of {value.dtype} and {value.layout}")
-        start = -(-specs[-1].stop // ALIGNMENT) * ALIGNMENT if specs else 0
-        specs.append(TensorSpec(value.dtype, tuple(value.shape), value.requires_grad, start))
+        marks += value.dtype, value.shape, value.requires_grad
         tensors.append(value)
-        return specs[-1]
-    if type(value) in (tuple, list):
-        return type(value)(_outline(item, specs, tensors) for item in value)
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _outline(item, specs, tensors) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise PipelineError(
-        f"a layer returned {type(value).__name__}, which stages cannot send: return tensors, None, "
-        "bool, int, float or str, alone or in tuples, lists and dicts with str keys"
-    )
+    elif type(value) in (tuple, list):
+        marks += type(value), len(value)
+        for item in value:
+            _describe(item, marks, tensors)
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        marks += dict, *value
+        for item in value.values():
+            _describe(item, marks, tensors)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        marks.append(repr(value))
+    else:
+        raise PipelineError(
+            f"a layer returned {type(value).__name__}, which stages cannot send: return tensors, None, "
+            "bool, int, float or str, alone or in tuples, lists and dicts with str keys"
+        )
 
 
 def _part(packed: Tensor, spec: TensorSpec) -> Tensor:
