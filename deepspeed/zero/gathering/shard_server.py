@@ -126,7 +126,6 @@ class ShardServer:
         self.shards = list(shards)
         self.timeout_s = timeout_s
         self.version = 0
-        self.bytes_received = 0
         self.fetches = 0
         self.served = 0
         self._written = self._mark()
@@ -183,7 +182,6 @@ class ShardServer:
     def _receive(self, rank: int, target: Tensor) -> None:
         host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         view = _bytes_of(host)
-        self.bytes_received += len(view)
         try:
             while len(view):
                 count = self._connection(rank).recv_into(view, min(len(view), _CHUNK_BYTES))
