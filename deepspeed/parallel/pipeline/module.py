@@ -224,18 +224,17 @@ class PipelineModule(LayerPartition, nn.Module):
         inputs = forward_input
         for start in range(begin, end, interval):
             stop = min(start + interval, end)
-            run = partial(self._run_arguments, start, stop, offset)
+            run = partial(self._run, start, stop, offset)
             if self._is_checkpointable(self.forward_funcs[start:stop]):
                 arguments = inputs if isinstance(inputs, tuple) else (inputs,)
                 inputs = self.activation_checkpoint_func(run, *arguments)
             else:
-                inputs = self._run(start, stop, offset, inputs)
+                inputs = run(inputs)
         return inputs
 
-    def _run_arguments(self, start: int, stop: int, offset: int, *inputs: Any) -> Any:
-        return self._run(start, stop, offset, inputs[0] if len(inputs) == 1 else inputs)
-
-    def _run(self, start: int, stop: int, offset: int, inputs: Any) -> Any:
+    def _run(self, start: int, stop: int, offset: int, *arguments: Any) -> Any:
+        """Run the layers [start, stop) of this stage; ``arguments``: the input, or the parts of a tuple."""
+        inputs = arguments[0] if len(arguments) == 1 else arguments
         for local in range(start, stop):
             if self.seed_layers:
                 self._seed(self.base_seed * offset + self._layer_indices[local])
