@@ -139,8 +139,8 @@ def make_reducer(
     """
     turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
-        params,
-        buckets,
+        list(params),
+        list(buckets),
         all_ranks,
         cadence=cadence(plan, coordinator),
         overlap=plan.zero.overlap,
@@ -148,7 +148,7 @@ def make_reducer(
         at_boundary=at_boundary,
         turns=turns,
         layers_exchange=layers_exchange,
-        device=device,
+        message_device=device,
     )
     if turns is not None:
         turns.start_sum = reducer.launch

@@ -30,6 +30,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -80,6 +81,7 @@ class LaunchTurns(Protocol):
         """End a backward that sums: launch everything ordered before its end."""
 
 
+@dataclass(eq=False, repr=False)
 class GradReducer:
     """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, initially the plan's.
 
@@ -93,36 +95,26 @@ class GradReducer:
         expose: stage 0: expose the (reduced) gradients in ``param.grad`` after each backward.
         turns: decides whose turn it is, if other collectives share one launch order with the sums.
         layers_exchange: whether layers exchange data among the ranks of ``communicator`` in backward.
-        device: where messages to other ranks are built; default: where the gradients are.
+        message_device: where messages to other ranks are built; default: where the gradients are.
     """
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        buckets: Sequence[GradBucket],
-        communicator: Communicator,
-        *,
-        cadence: Cadence,
-        overlap: bool,
-        expose: bool,
-        at_boundary: Callable[[], bool],
-        turns: LaunchTurns | None = None,
-        layers_exchange: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        self.turns = turns
-        self._agrees_on_reached = layers_exchange and communicator.size > 1
-        self._device = device
-        self.params = list(params)
-        self.buckets = list(buckets)
-        self.communicator = communicator
-        self.cadence = cadence
-        self.usual_cadence = cadence
+    params: list[nn.Parameter]
+    buckets: list[GradBucket]
+    communicator: Communicator
+    _: KW_ONLY
+    cadence: Cadence
+    overlap: bool
+    expose: bool
+    at_boundary: Callable[[], bool]
+    turns: LaunchTurns | None = None
+    layers_exchange: bool = False
+    message_device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self._agrees_on_reached = self.layers_exchange and self.communicator.size > 1
+        self.usual_cadence = self.cadence
         """The cadence that temporary ones return to: the plan's, or at stage 3 the one that fits the budget of live
         parameters (``factory.cadence``)."""
-        self.overlap = overlap
-        self.expose = expose
-        self.at_boundary = at_boundary
         self.sums_paused = False
         """True between ``pause_sums`` and ``resume_sums``."""
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
@@ -367,8 +359,8 @@ class GradReducer:
 
     @property
     def device(self) -> torch.device:
-        if self._device is not None:
-            return self._device
+        if self.message_device is not None:
+            return self.message_device
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def local_sum(self, index: int) -> Tensor | None:
