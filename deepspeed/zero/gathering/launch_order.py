@@ -45,10 +45,11 @@ END_OF_PASS = LaunchEntry(EntryKind.PASS)
 
 
 class LaunchOrder:
-    """The agreed order of the current step, this rank's position in it, and the record of its own uses."""
+    """The agreed order of the current step, or of an evaluation (``entries``), this rank's position in it, and the
+    record of its own uses."""
 
-    def __init__(self) -> None:
-        self.agreed: list[list[LaunchEntry]] = []
+    def __init__(self, entries: list[LaunchEntry] | None = None) -> None:
+        self.agreed: list[list[LaunchEntry]] = [entries] if entries else []
         self.record: list[list[LaunchEntry]] = [[]]
         self.cursor = 0
         self._passes = 0  # ends of forward passes in this segment, on this rank
