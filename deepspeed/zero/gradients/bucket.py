@@ -397,17 +397,12 @@ class BucketOrder:
         self._filled.append(b)
         return True
 
-    def launch_ready(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` on each bucket whose turn it is, up to the first that is not full."""
-        while self._next < len(self._buckets) and not self._missing[self._buckets[self._next]]:
+    def launch(self, start: Callable[[int], None], *, rest: bool) -> None:
+        """Call ``start`` on each bucket whose turn it is, up to the first that is not full; ``rest``: on each that has
+        not had its turn in this backward."""
+        while self._next < len(self._buckets) and (rest or not self._missing[self._buckets[self._next]]):
             self._next += 1
-            launch(self._buckets[self._next - 1])
-
-    def launch_rest(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` on each bucket that has not had its turn in this backward."""
-        while self._next < len(self._buckets):
-            self._next += 1
-            launch(self._buckets[self._next - 1])
+            start(self._buckets[self._next - 1])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._buckets)

@@ -247,7 +247,7 @@ class GradReducer:
         if not in_place:
             bucket.accept(position, grad, lasting=not sums)
         if filled and sums and not self._at_end and (self.overlap or not bucket.keep_local):
-            self._order.launch_ready(self.launch if self.turns is None else self.turns.sum_ready)
+            self._order.launch(self.launch if self.turns is None else self.turns.sum_ready, rest=False)
 
     def _decide(self) -> bool:
         """Return whether this backward sums over ranks; decided at its first gradient, or at its end if there is
@@ -328,7 +328,7 @@ class GradReducer:
         return bool(any_late.item())
 
     def _launch_rest(self) -> None:
-        self._order.launch_rest(self.launch if self.turns is None else self.turns.sum_ready)
+        self._order.launch(self.launch if self.turns is None else self.turns.sum_ready, rest=True)
         if self.turns is not None:
             self.turns.end_segment()
             for b in self._order:
