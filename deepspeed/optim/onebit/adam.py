@@ -134,12 +134,12 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        new = self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        new = self.fill_variances(number, part, grad_scale, context)
         if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
         ema_update(momenta, part.grads, grad_scale, group["betas"][0])
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        self.exchange_means(number, masters, momenta, context.holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1

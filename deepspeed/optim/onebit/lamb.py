@@ -140,7 +140,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         states = [self.state_for(master, group) for master in masters]
         fresh = torch.tensor([float(sum(not float(state[SCALE]) for state in states))], dtype=torch.float64)
         if float(fresh if context.copy_sum is None else context.copy_sum(fresh)):
-            self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+            self.fill_variances(number, part, grad_scale, context)
             self._start_frozen(masters, states, context)
         before = [state["exp_avg"].clone() for state in states]
         ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
@@ -156,7 +156,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         momenta = [state["exp_avg"] for state in states]
         scales = [float(state[SCALE]) for state in states]
         torch._foreach_mul_(momenta, scales)
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        self.exchange_means(number, masters, momenta, context.holders)
         torch._foreach_div_(momenta, scales)
 
     @staticmethod

@@ -181,7 +181,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        self.fill_variances(number, part, grad_scale, context)
         ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
@@ -199,7 +199,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         the kept errors stay valid."""
         prepared = [self._corrections(state, group) for state in states]
         sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
-        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        self.exchange_means(number, part.masters, sums, holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, total, low, (second, rate) in zip(
             part.masters, states, sums, part.lows, prepared, strict=True
@@ -242,7 +242,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         for state, second, whole in zip(states, seconds, sums, strict=True):
             for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
                 torch.mul(local, root(v, second, group["eps"]), out=total)
-        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        self.exchange_means(number, part.masters, sums, holders)
         rate = self.rate_sums[number] or 1.0
         for master, state, second, whole, low in zip(
             part.masters, states, seconds, sums, part.lows, strict=True
