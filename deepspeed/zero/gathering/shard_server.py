@@ -181,13 +181,8 @@ class ShardServer:
 
     def _receive(self, rank: int, target: Tensor) -> None:
         host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        view = _bytes_of(host)
         try:
-            while len(view):
-                count = self._connection(rank).recv_into(view, min(len(view), _CHUNK_BYTES))
-                if count == 0:
-                    raise ConnectionError("the connection was closed")
-                view = view[count:]
+            _fill(_bytes_of(host), self._connection(rank))
         except OSError as error:
             raise self._lost_error(rank, error) from error
         if host is not target:
@@ -377,12 +372,16 @@ def _read_message(connection: socket.socket) -> Any:
     return json.loads(_read(connection, count))
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int) -> bytearray:
     """Read exactly ``count`` bytes. ConnectionError: the connection was closed before."""
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("the connection was closed")
-        data += piece
+    data = bytearray(count)
+    _fill(memoryview(data), connection)
     return data
+
+
+def _fill(view: memoryview, connection: socket.socket) -> None:
+    while len(view):
+        count = connection.recv_into(view, min(len(view), _CHUNK_BYTES))
+        if count == 0:
+            raise ConnectionError("the connection was closed")
+        view = view[count:]
