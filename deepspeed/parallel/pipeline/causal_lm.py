@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import ProcessTopology
-from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.block_structure import BlockStructure, hidden_of, trace_blocks
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.zero.meta import meta_copy
-from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
 
 def cut_causal_lm(
@@ -305,9 +303,7 @@ class CutModel(PipelineModule):
     def _find_ties(self) -> dict[str, list[int]]:
         params = dict(self.named_parameters())
         for name, stages in self._shared.items():
-            ranks = (self._ranks_of(stages), self._ranks_of(stages, data=self._grid.replica_id))
-            setattr(params[name], SHARED_BY, (f"{SHARED}{name}", *ranks))
-            setattr(params[name], PIPE_REPLICATED, self.stage_id != stages[0])
+            self._mark_shared(params[name], name, stages)
         return self._shared
 
     def _tied_weights(self) -> list[nn.Parameter]:
@@ -331,13 +327,11 @@ class CutModel(PipelineModule):
     def _as_piece(self, chunk: int) -> Iterator[None]:
         """Install this chunk's list of blocks, and stand-ins for the modules of other pieces, in the model."""
         structure, piece = self._structure, self.chunk_position(chunk)
-        elsewhere: list[str] = []
+        put: dict[str, nn.Module] = {structure.blocks: self._views[chunk]}
         if piece > 0:
-            elsewhere += structure.before
+            put |= {name: self._stand_ins[name] for name in structure.before}
         if piece < self.num_stages * self.chunks - 1:
-            elsewhere += structure.after
-        put: dict[str, nn.Module] = {name: self._stand_ins[name] for name in elsewhere}
-        put[structure.blocks] = self._views[chunk]
+            put |= {name: self._stand_ins[name] for name in structure.after}
         before = {name: structure.model.get_submodule(name) for name in put}
         try:
             for name, module in put.items():

@@ -184,10 +184,13 @@ class PipelineModule(LayerPartition, nn.Module):
                 continue
             for name, param in self._tied_parameters(key):
                 _check_shared_experts(key, name, param, members)
-                ranks = (self._ranks_of(members), self._ranks_of(members, data=self._grid.replica_id))
-                setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
-                setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
+                self._mark_shared(param, f"{key}.{name}", members)
         return found
+
+    def _mark_shared(self, param: nn.Parameter, name: str, stages: Sequence[int]) -> None:
+        ranks = (self._ranks_of(stages), self._ranks_of(stages, data=self._grid.replica_id))
+        setattr(param, SHARED_BY, (f"{SHARED}{name}", *ranks))
+        setattr(param, PIPE_REPLICATED, self.stage_id != stages[0])
 
     def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
         """Return the tied weights of a tie with a module on this stage: all weights if all its layers are of one class,
