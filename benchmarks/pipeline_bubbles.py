@@ -23,7 +23,7 @@ from deepspeed.parallel.pipeline.schedules.orders import (
     one_forward_one_backward,
     simulate,
 )
-from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
+from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble
 from deepspeed.parallel.pipeline.split_backward import WeightQueue, split_layers
 from report import Report, common_arguments
 
@@ -99,7 +99,7 @@ def orders(arguments: argparse.Namespace, block: Durations) -> list[tuple[str, O
         found.append((f"interleaved, {number} chunks", interleaved(stages, count, number), each, False))
     for number in chunks:
         each = of_chunk(block, blocks / number)
-        order = zero_bubble_v(stages, count, number, durations=each)
+        order = zero_bubble(stages, count, number, zigzag=True, durations=each)
         found.append((f"zero-bubble-v, {number} chunks", order, each, number == chunks[-1]))
     return found
 

@@ -289,12 +289,12 @@ def pipeline_orders() -> Pictured:
     """1F1B, and both with split backwards, for four stages and eight micro-batches."""
     from deepspeed.parallel.pipeline.schedules import orders
     from deepspeed.parallel.pipeline.schedules.diagram import picture
-    from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
+    from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble
 
     whole = orders.simulate(orders.one_forward_one_backward(4, 8))
     split = orders.simulate(zero_bubble(4, 8))
     half = orders.Durations(0.5, 0.5, 0.5)  # of a chunk that is half of a stage
-    shaped = orders.simulate(zero_bubble_v(4, 8, durations=half), half)
+    shaped = orders.simulate(zero_bubble(4, 8, 2, zigzag=True, durations=half), half)
     return Pictured(picture([whole, split, shaped]))
 
 

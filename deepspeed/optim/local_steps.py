@@ -123,7 +123,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
         states = [self.state[master] for master in masters]
         moved = [state[AGREED] - master for state, master in zip(states, masters, strict=True)]
         if self.codec is not None:
-            self.exchange_means(number, masters, moved, [state[FEEDBACK] for state in states], holders)
+            self.exchange_means(number, masters, moved, holders)
         else:
             for _, ranks, positions in by_holders(masters, holders):
                 _mean([moved[i] for i in positions], ranks)

@@ -13,6 +13,7 @@ disciplined approach to neural network hyper-parameters (2018) for OneCycle; I. 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -422,13 +423,11 @@ def _warn_if_short(total_num_steps: int, warmup_num_steps: int) -> None:
 # ---- command line ----------------------------------------------------------------------------------------
 
 # flag -> (type, default, meaning); bool flags are switches
-_RANGE_TEST_FLAGS: dict[str, tuple[type, Any, str]] = {
+_FLAGS: dict[str, tuple[type, Any, str]] = {
     LR_RANGE_TEST_MIN_LR: (float, 0.001, "rate at the start"),
     LR_RANGE_TEST_STEP_RATE: (float, 1.0, "growth per interval, in multiples of the first rate"),
     LR_RANGE_TEST_STEP_SIZE: (int, 1000, "steps per interval"),
     LR_RANGE_TEST_STAIRCASE: (bool, False, "change the rate only once per interval"),
-}
-_ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),
     CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs on the way up; not positive: a straight line"),
     CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; 0: none, negative: as many as up"),
@@ -441,18 +440,14 @@ _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_MIN_MOM: (float, 0.8, "lowest momentum of the cycle"),
     CYCLE_MAX_MOM: (float, 0.9, "highest momentum of the cycle"),
     DECAY_MOM_RATE: (float, 0.0, "growth of the momentum per interval of the decay"),
-}
-_NEGATIVE_IS_UNSET = (CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT)
-_WARMUP_FLAGS: dict[str, tuple[type, Any, str]] = {
     WARMUP_MIN_LR: (float, 0, "rate at the start"),
     WARMUP_MAX_LR: (float, 0.001, "rate after the warm-up"),
     WARMUP_NUM_STEPS: (int, 1000, "steps of the warm-up"),
     WARMUP_TYPE: (str, WARMUP_LOG_RATE, "log or linear"),
-}
-_COSINE_FLAGS: dict[str, tuple[type, Any, str]] = {
     WARMUP_MIN_RATIO: (float, 0.01, "WarmupCosineLR: multiple of the rate at the start"),
     COS_MIN_RATIO: (float, 0.01, "WarmupCosineLR: multiple of the rate at the end"),
 }
+_NEGATIVE_IS_UNSET = (CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT)
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -461,27 +456,17 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         f"--{LR_SCHEDULE}", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}"
     )
-    for flags in (_RANGE_TEST_FLAGS, _ONE_CYCLE_FLAGS, _WARMUP_FLAGS, _COSINE_FLAGS):
-        for name, (kind, default, meaning) in flags.items():
-            if kind is bool:
-                group.add_argument(f"--{name}", action="store_true", default=default, help=meaning)
-            else:
-                group.add_argument(f"--{name}", type=kind, default=default, help=meaning)
+    for name, (kind, default, meaning) in _FLAGS.items():
+        if kind is bool:
+            group.add_argument(f"--{name}", action="store_true", default=default, help=meaning)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=default, help=meaning)
     return parser
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the tuning flags on this process's command line; return them and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
-
-
-_FLAGS_OF: dict[str, tuple[str, ...]] = {
-    LR_RANGE_TEST: tuple(_RANGE_TEST_FLAGS),
-    ONE_CYCLE: tuple(_ONE_CYCLE_FLAGS),
-    WARMUP_LR: tuple(_WARMUP_FLAGS),
-    WARMUP_DECAY_LR: tuple(_WARMUP_FLAGS),
-    WARMUP_COSINE_LR: (WARMUP_NUM_STEPS, WARMUP_TYPE, *_COSINE_FLAGS),
-}
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
@@ -492,7 +477,8 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a supported LR schedule"
     params: dict[str, Any] = {}
-    for flag in _FLAGS_OF[name]:
+    accepted = inspect.signature(globals()[name]).parameters  # schedules are named like their classes
+    for flag in [flag for flag in _FLAGS if flag in accepted]:
         value = getattr(args, flag, None)
         if value is not None and not (flag in _NEGATIVE_IS_UNSET and value < 0):
             params[flag] = value

@@ -15,7 +15,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops import momentum as momentum_kernels
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext
-from deepspeed.optim.sign_exchange import SignExchange
+from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
 
 VAR_STEPS = "variance_steps"
 """State entry of a tensor: the number of gradients in its variance."""
@@ -40,7 +40,14 @@ class OneBitOptimizer(MultiTensorOptimizer):
     extra_state_names: tuple[str, ...] = ()
     """fp32 state entries besides ``state_names``."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], deepspeed: Any = None, comm_backend_name: str = "nccl"
+    ) -> None:
+        if comm_backend_name not in BACKENDS:  # all of them use the engine's own communication
+            raise ValueError(
+                f"{type(self).__name__}: comm_backend_name={comm_backend_name!r} must be one of {', '.join(BACKENDS)}"
+            )
+        self.deepspeed, self.comm_backend_name = deepspeed, comm_backend_name
         MultiTensorOptimizer.__init__(self, params, defaults)  # intermediate bases have other arguments
         self.updates = 0
         self.exchange = SignExchange()
@@ -151,14 +158,10 @@ class OneBitOptimizer(MultiTensorOptimizer):
     # Parts of an update ---------------------------------------------------------------------------------------
 
     def exchange_means(
-        self,
-        number: int,
-        masters: Sequence[Tensor],
-        values: Sequence[Tensor],
-        errors: Sequence[Tensor],
-        holders: HoldersOf | None,
+        self, number: int, masters: Sequence[Tensor], values: Sequence[Tensor], holders: HoldersOf | None
     ) -> None:
         """Replace ``values`` by their means over the ranks that hold the same masters."""
+        errors = [self.state[master][FEEDBACK] for master in masters]
         for kind, ranks, positions in by_holders(masters, holders):
             chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
             self.exchange.mean((number, kind), ranks, *chosen)
@@ -169,13 +172,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
             error.mul_(own)
 
     def fill_variances(
-        self,
-        number: int,
-        masters: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        grad_scale: float,
-        context: UpdateContext,
-        beta2: float,
+        self, number: int, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> list[Tensor]:
         """Fill zero variances of group ``number``, with which any momentum would move an element far away. An element
         without a gradient so far gets the mean variance of its tensor; if the whole tensor had none, the mean square
@@ -183,14 +180,16 @@ class OneBitOptimizer(MultiTensorOptimizer):
         ranks may not know that it is new. Return the masters that are new."""
         together = number not in self._checked or self.update_traits.segment_sums
         checked = self._checked.setdefault(number, set())
-        new = [i for i, master in enumerate(masters) if id(master) not in checked]
-        chosen = [masters[i] for i in new]
+        new = [i for i, master in enumerate(part.masters) if id(master) not in checked]
+        chosen = [part.masters[i] for i in new]
         checked.update(map(id, chosen))
         variances = [self.state[master]["exp_avg_sq"] for master in chosen]
-        squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
+        squares = _stacked(
+            [(part.grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new]
+        )
         mean_over_holders(squares, chosen, context)
         sums = _stacked([variance.sum(dtype=torch.float64) for variance in variances])
-        columns = [sums, squares * (1.0 - beta2), numels_of(chosen)]
+        columns = [sums, squares * (1.0 - self.param_groups[number]["betas"][1]), numels_of(chosen)]
         found = whole_sums(chosen, columns, context if together else ALONE)
         for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
             fill = next((value / numel for value in (total, square) if value > 0), 1.0)
@@ -274,10 +273,3 @@ def ema_update(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: f
             if grad_scale != 1.0:
                 wide.mul_(grad_scale)
             momentum.mul_(beta1).add_(wide.mul_(1.0 - beta1))
-
-
-def check_backend(optimizer: str, name: str) -> None:
-    """Raise ValueError for a name that is no documented backend. All of them use the engine's own
-    communication here."""
-    if name not in BACKENDS:
-        raise ValueError(f"{optimizer}: comm_backend_name={name!r} must be one of {', '.join(BACKENDS)}")

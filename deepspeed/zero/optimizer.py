@@ -161,11 +161,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     dynamic_loss_scale = property(attrgetter("executor.scaler.dynamic"))
     loss_scaler = property(attrgetter("executor.scaler"))
 
-    @property
-    def loss_scale_config(self) -> Any:
-        """Return the live loss scaler: ``cur_scale``, ``cur_iter``, ``scale_window`` and others."""
-        return self.executor.scaler
-
+    loss_scale_config = loss_scaler  # live, with ``cur_scale``, ``cur_iter``, ``scale_window`` and others
     cur_iter = property(attrgetter("executor.scaler.cur_iter"))
     last_overflow_iter = property(attrgetter("executor.scaler.last_overflow_iter"))
     scale_window = property(attrgetter("executor.scaler.scale_window"))
@@ -362,15 +358,8 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
             "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
         )
 
-    @property
-    def persistent_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that stay gathered (``stage3_param_persistence_threshold``)."""
-        return self.parameter_offload.persistent_parameters
-
-    @property
-    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """Return the parameters of each leaf module, which is gathered as one (``set_z3_leaf_modules``)."""
-        return self.parameter_offload.leaf_parameters
+    persistent_parameters = property(attrgetter("parameter_offload.persistent_parameters"))
+    leaf_parameters = property(attrgetter("parameter_offload.leaf_parameters"))
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
         """Return the whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import log_dist
-from deepspeed.base.sharded import full_numel, full_shape, is_zero_param
+from deepspeed.base.sharded import full_shape, is_zero_param
 
 
 class ZeroParamStatus(enum.Enum):
@@ -73,11 +73,10 @@ def is_castable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
 
 
-def convert(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
-    """Mark an unpartitioned parameter as partitioned and held by ``owner``."""
+def convert(param: nn.Parameter, owner: ShardOwner, position: int, shape: torch.Size) -> None:
+    """Mark an unpartitioned parameter, whose whole has this shape, as partitioned and held by ``owner``."""
     attributes: Any = param
-    attributes.ds_shape = param.shape
-    attributes.ds_numel = param.numel()
+    attributes.ds_shape, attributes.ds_numel = shape, shape.numel()
     attributes.ds_id = next(_ids)
     attributes.ds_param_type = ZeroParamType.PARTITIONED
     attributes.ds_persist = False
@@ -95,18 +94,13 @@ def adopt(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
     if is_zero_param(param):
         _assign_owner(param, owner, position)
     else:
-        shape = owner.views[position].shape  # type: ignore[attr-defined]
-        convert(param, owner, position)
-        attributes: Any = param
-        attributes.ds_shape, attributes.ds_numel = shape, shape.numel()
+        convert(param, owner, position, owner.views[position].shape)  # type: ignore[attr-defined]
 
 
 def adopt_copy(param: nn.Parameter, original: nn.Parameter, owner: ShardOwner) -> None:
     """Turn the empty ``param`` into a partitioned parameter like ``original``, held by ``owner``."""
-    convert(param, owner, 0)
-    attributes: Any = param
-    attributes.ds_shape, attributes.ds_numel = full_shape(original), full_numel(original)
-    attributes.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    convert(param, owner, 0, full_shape(original))
+    mark([param], ZeroParamStatus.NOT_AVAILABLE)
 
 
 def _assign_owner(param: nn.Parameter, owner: ShardOwner, position: int) -> None:

@@ -10,7 +10,7 @@ of tensors have their own buckets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,12 @@ def assign_units(module: nn.Module) -> dict[nn.Parameter, int]:
     belongs to the unit that registers it first.
     """
     units: dict[nn.Parameter, int] = {}
-    counter = _Counter()
-    _walk(module, units, counter)
+    unit, between = -1, False  # the last number, and whether it is that of a run between blocks
+    for block, params in _parts(module):
+        new = [param for param in params if param not in units]
+        if block is not None or (new and not between):
+            unit, between = unit + 1, block is None
+        units.update(dict.fromkeys(new, unit))
     return units
 
 
@@ -50,47 +54,19 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     A block is an element of a container (``ModuleList``, ``Sequential``, ``ModuleDict``) or a composite child of any
     module, of a class that occurs at least twice there and makes up at least half of the candidates.
     """
-    found: list[nn.Module] = []
-    repeated = _repeated_children(module)
-    for child in module.children():
-        if child in repeated:
-            found.append(child)
-        else:
-            found.extend(blocks_of(child))
-    return found
+    return [block for block, _ in _parts(module) if block is not None]
 
 
-class _Counter:
-    """Hands out unit numbers; ``between`` stays the same until a block intervenes."""
-
-    def __init__(self) -> None:
-        self.last = -1
-        self._between: int | None = None
-
-    def between(self) -> int:
-        if self._between is None:
-            self.last += 1
-            self._between = self.last
-        return self._between
-
-    def block(self) -> int:
-        self._between = None
-        self.last += 1
-        return self.last
-
-
-def _walk(module: nn.Module, units: dict[nn.Parameter, int], counter: _Counter) -> None:
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter not in units:
-            units[parameter] = counter.between()
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module | None, Iterable[nn.Parameter]]]:
+    """Yield the module's own parameters, then each block among its children with the block's parameters, and the parts
+    of the other children."""
+    yield None, (param for param in module._parameters.values() if param is not None)
     blocks = _repeated_children(module)
     for child in module.children():
         if child in blocks:
-            unit = counter.block()
-            for parameter in child.parameters():
-                units.setdefault(parameter, unit)
+            yield child, child.parameters()
         else:
-            _walk(child, units, counter)
+            yield from _parts(child)
 
 
 def _repeated_children(module: nn.Module) -> set[nn.Module]:
@@ -129,10 +105,6 @@ class TrainedParams:
     units: list[int]
     held: int
     """Number of parameters that the optimizer holds; these come first."""
-
-    @classmethod
-    def none(cls) -> TrainedParams:
-        return cls(params=[], names=[], shared=[], units=[], held=0)
 
 
 def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> TrainedParams:

@@ -13,6 +13,7 @@ keeps its value and its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
 
 
+@dataclass(eq=False, repr=False)
 class PendingParams:
     """Tracks the optimizer's parameters that are not trained yet, and admits each one when it gets a gradient.
 
@@ -42,39 +44,28 @@ class PendingParams:
         make_buckets: makes buckets for the given parameters, numbered after those of ``store``, and their gradient
             buckets. Local.
         spare: parameters meant for the optimizer's group of their kind but left out because they were frozen.
+        on_admitted: called with the names of admitted parameters, once the store holds them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        reducer: GradReducer,
-        store: StateStore,
-        publisher: WeightPublisher,
-        access: StateAccess,
-        make_buckets: Callable[[TrainedParams], Buckets],
-        spare: Sequence[nn.Parameter],
-    ) -> None:
-        self.module = module
-        self.reducer = reducer
-        self.store = store
-        self.publisher = publisher
-        self.access = access
-        self._subscribers: list[Callable[[Sequence[str]], None]] = []
-        self.make_buckets = make_buckets
-        self.spare = list(spare)
+    module: nn.Module
+    plan: Plan
+    reducer: GradReducer
+    store: StateStore
+    publisher: WeightPublisher
+    access: StateAccess
+    make_buckets: Callable[[TrainedParams], Buckets]
+    spare: Sequence[nn.Parameter]
+    on_admitted: Callable[[Sequence[str]], None] = lambda names: None
+
+    def __post_init__(self) -> None:
         self._groups: list[int] = []
         self._trained = -1
-        self._known = {id(p) for p in module.parameters()}
-        if not plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
+        self._known = {id(p) for p in self.module.parameters()}
+        if not self.plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._orphans: list[tuple[str, nn.Parameter]] = []
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         self.find_pending()
-
-    def subscribe(self, subscriber: Callable[[Sequence[str]], None]) -> None:
-        """Call ``subscriber`` with the names of admitted parameters, once the store holds them."""
-        self._subscribers.append(subscriber)
 
     def find_pending(self) -> None:
         """Find the pending parameters. Every rank finds the same ones, because all have the same optimizer groups."""
@@ -126,8 +117,7 @@ class PendingParams:
         self.store.admit(added.params, weights, grads)
         self.reducer.admit(added.params, grads)
         self.access.admit(added.names, added.shared)
-        for subscriber in self._subscribers:
-            subscriber(added.names)
+        self.on_admitted(added.names)
         publisher = self.publisher
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
         self.find_pending()

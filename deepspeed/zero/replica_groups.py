@@ -229,11 +229,9 @@ class ReplicaGroups:
     def _shared(self, name: str, all_ranks: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
         """Return the group of a weight on several pipeline stages: gradients of all stages add up, and the mean is
         over the data. Each stage shards its own copy, so that it gathers without the others."""
-        replica_group = ReplicaGroup.whole(
-            _communicator(tuple(all_ranks), self.all_ranks), name, divisor=self.all_ranks.size
-        )
+        everyone = _communicator(tuple(all_ranks), self.all_ranks)
         others = _communicator(tuple(same), self.all_ranks)
-        return replace(replica_group, shard=self.all_ranks, replicas=others)
+        return ReplicaGroup(name, everyone, self.all_ranks, others, divisor=self.all_ranks.size)
 
     def _experts(self, name: str, device: torch.device) -> ReplicaGroup:
         """Return the group of experts distributed over ranks: ranks at the same position hold the same experts. Each
@@ -243,11 +241,8 @@ class ReplicaGroups:
         same = self._mesh.sharing_experts(size, same=True)
         # With one rank per share, every rank has all experts.
         holders = self._mesh.among(same, same=True) if size > 1 else self.all_ranks
-        replica_group = ReplicaGroup.whole(holders, name, divisor=ranks)
-        if size > 1:
-            replica_group = replace(
-                replica_group, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
-            )
+        kind = self._mesh.sharing_experts(size).index(self._mesh.global_rank)
+        replica_group = replace(ReplicaGroup.whole(holders, name, divisor=ranks), kind=kind, kinds=size)
         if name.endswith(_DIVIDED_SUFFIX):
             return self._divided(replica_group, same, device)
         return self._sharded(replica_group)

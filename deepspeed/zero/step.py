@@ -102,6 +102,7 @@ class StepVote:
     """Whether every rank's optimizer wants the next gradients unsummed."""
 
 
+@dataclass(eq=False, repr=False)
 class StepExecutor:
     """Runs one synchronous optimizer step over the fragments that this rank owns.
 
@@ -109,34 +110,26 @@ class StepExecutor:
     ``SwappedGroupsStep``.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        reducer: GradReducer,
-        store: StateStore,
-        scaler: LossScaler,
-        publisher: WeightPublisher,
-        replica_groups: ReplicaGroups,
-        names: Sequence[str],
-        pending_params: PendingParams,
-        before_step: Sequence[Callable[[], None]] = (),
-        by_rows: Collection[nn.Parameter] = (),
-    ) -> None:
-        self.plan = plan
-        self.reducer = reducer
-        self.store = store
-        self.scaler = scaler
-        self.publisher = publisher
-        self.replica_groups = replica_groups
-        self.communicator = replica_groups.all_ranks
-        self.names = list(names)
-        self.members = params_by_group(store.params, replica_groups)
+    plan: Plan
+    reducer: GradReducer
+    store: StateStore
+    scaler: LossScaler
+    publisher: WeightPublisher
+    replica_groups: ReplicaGroups
+    names: list[str]
+    pending_params: PendingParams
+    before_step: Sequence[Callable[[], None]] = ()
+    by_rows: Collection[nn.Parameter] = ()
+
+    def __post_init__(self) -> None:
+        store = self.store
+        self.communicator = self.replica_groups.all_ranks
+        self.names = list(self.names)
+        self.members = params_by_group(store.params, self.replica_groups)
         self._non_dense = self._find_non_dense(store.params)
-        self.sharded = plan.zero.shard_state
+        self.sharded = self.plan.zero.shard_state
         self.bad_steps = 0
-        self.pending_params = pending_params
-        pending_params.subscribe(self._admitted)
-        self.before_step = list(before_step)
+        self.pending_params.on_admitted = self._admitted
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
             "value was copied back into the buffer"
@@ -144,13 +137,15 @@ class StepExecutor:
         self._grad_key: list[int] = []
         self._lists: list[GroupTensors] = []
         self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
-        self.optimizer_context = UpdateContextBuilder(store, replica_groups, sharded=self.sharded)
+        self.optimizer_context = UpdateContextBuilder(store, self.replica_groups, sharded=self.sharded)
         optimizer: Any = store.optimizer
-        self._needs_context = store.traits.needs_context
-        self._announced: Cadence | None = None
         traits = store.traits
+        self._needs_context = traits.needs_context
+        self._announced: Cadence | None = None
         self._wants_local = optimizer.wants_local_gradients if traits.own_communication else None
-        self._step_fragments = optimizer.step_fragments if traits.fused else SwappedGroupsStep(store, by_rows)
+        self._step_fragments = (
+            optimizer.step_fragments if traits.fused else SwappedGroupsStep(store, self.by_rows)
+        )
 
     def step(self) -> StepResult:
         self.reducer.finish()

@@ -189,7 +189,7 @@ def _gradient_wire(bucket: Any, names: tuple[str, ...]) -> Wire:
         rows = kind.ranks.size
         numel = rows * part_numel(bucket.layout.padded_numel, rows)
         wire = _wire("both ways", bucket.layout, names, rows=rows, bits=kind.codec.bits)
-        return dataclasses.replace(wire, numel=numel, feedback=kind.keeps_errors)
+        return dataclasses.replace(wire, numel=numel, feedback=kind.feedback is not None)
     if isinstance(kind, QuantizedSum):
         groups = kind.levels.across.size if kind.levels else 0
         return _wire(

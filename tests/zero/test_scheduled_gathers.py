@@ -100,7 +100,7 @@ def test_a_steady_step_is_all_scheduled_collectives(gas: int) -> None:
     assert counts.collectives == gas * (2 * BLOCKS - 1)
     assert counts.hits + counts.misses == counts.collectives
     assert counts.fetches == 0
-    assert counts.hit_rate >= 0.95
+    assert counts.hits >= 0.95 * (counts.hits + counts.misses + counts.fetches)
     engine.destroy()
 
 
@@ -126,7 +126,7 @@ def test_recomputation(reentrant: bool) -> None:
     counts = counted(engine, lambda: train(engine, 3))
     assert counts.fetches == 0
     assert counts.collectives == 2 * BLOCKS - 1
-    assert counts.hit_rate >= 0.95
+    assert counts.hits >= 0.95 * (counts.hits + counts.misses + counts.fetches)
     engine.destroy()
 
 
@@ -151,7 +151,7 @@ def test_evaluation_and_generation(context: Any) -> None:
         counts = counted(engine, lambda passes=passes: evaluate(passes))
         assert counts.fetches == 0
         assert counts.collectives == passes * BLOCKS
-        assert counts.hit_rate >= 0.95
+        assert counts.hits >= 0.95 * (counts.hits + counts.misses + counts.fetches)
     counts = counted(engine, lambda: train(engine, 3))  # an evaluation disturbs no step
     assert (counts.fetches, counts.collectives) == (0, 2 * BLOCKS - 1)
 
@@ -369,16 +369,14 @@ def test_a_rendezvous_decides_once_for_all() -> None:
 
     rendezvous = Rendezvous(3)
     with ThreadPoolExecutor(3) as pool:
-        same = [pool.submit(rendezvous.join, rank, Arrival(b"x", [rank, 5], 30.0)) for rank in range(3)]
+        same = [pool.submit(rendezvous.join, rank, Arrival("x", [rank, 5], 30.0)) for rank in range(3)]
         assert [answer.result() for answer in same] == [[0, 5]] * 3
         other = [
-            pool.submit(rendezvous.join, rank, Arrival(b"xy"[rank // 2 :], [], 30.0)) for rank in range(3)
+            pool.submit(rendezvous.join, rank, Arrival("xy"[rank // 2 :], [], 30.0)) for rank in range(3)
         ]
         assert [answer.result() for answer in other] == [None] * 3
-    assert rendezvous.join(1, Arrival(b"x", [], 0.01)) is None  # alone, and gone from the list
+    assert rendezvous.join(1, Arrival("x", [], 0.01)) is None  # alone, and gone from the list
     with ThreadPoolExecutor(2) as pool:
         assert [
-            f.result() for f in [pool.submit(rendezvous.join, r, Arrival(b"x", [], 0.05)) for r in (0, 2)]
+            f.result() for f in [pool.submit(rendezvous.join, r, Arrival("x", [], 0.05)) for r in (0, 2)]
         ] == [None] * 2
-    arrival = Arrival(b"abc", [3, 1], 0.5)
-    assert Arrival.unpack(arrival.pack()) == arrival

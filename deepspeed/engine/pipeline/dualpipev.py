@@ -6,7 +6,6 @@ DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, and its V-shaped variant. The e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.engine.pipeline.engine import PipelineEngine
@@ -35,16 +34,6 @@ class DualPipeVEngine(PipelineEngine):
         check_dual_pipe(self.num_stages, micro_batches)
         return super()._order(micro_batches)
 
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        check_dual_pipe(self.num_stages, num_micro_batches or self.clock.steps)
-        return super().eval_batch(
-            data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-        )
+    def _evaluate(self, count: int) -> list[Any]:
+        check_dual_pipe(self.num_stages, count)
+        return super()._evaluate(count)

@@ -22,11 +22,12 @@ from deepspeed.base.memory import see_memory_usage
 from deepspeed.engine.pipeline.base import PipelineEngineBase
 from deepspeed.engine.pipeline.stage import BatchLosses, Stage
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
+from deepspeed.parallel.pipeline.messages.values import without_graph, writable
 from deepspeed.parallel.pipeline.schedules import instructions as schedule
 from deepspeed.parallel.pipeline.schedules.instructions import PipeInstruction, PipeSchedule
 from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind
 from deepspeed.parallel.pipeline.split_backward import WeightQueue
+from deepspeed.zero.gradients.backward import tensors_in
 
 BATCH_INPUT_TIMER = "batch_input"
 TRAIN_BATCH_TIMER = "train_batch"

@@ -22,7 +22,6 @@ from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
     by_holders,
-    check_backend,
     ema_update,
     pieces,
     round_into,
@@ -85,15 +84,13 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             eps_inside_sqrt=eps_inside_sqrt,
             max_grad_norm=max_grad_norm or None,
         )
-        check_backend("OnebitAdam", comm_backend_name)
         if int(variance_interval) < 0:
             raise ValueError(
                 f"OnebitAdam: variance_interval={variance_interval!r} must be 0 (keep the variance) or the "
                 "number of updates between synchronizations of the variance"
             )
-        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self.chooses_freeze_step = freeze_step == AUTO
         self.freeze_step: float = float("inf") if self.chooses_freeze_step else int(freeze_step)
         self._sum_of_variances = 0.0
@@ -137,12 +134,12 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        new = self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        new = self.fill_variances(number, part, grad_scale, context)
         if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
         ema_update(momenta, part.grads, grad_scale, group["betas"][0])
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        self.exchange_means(number, masters, momenta, context.holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1

@@ -16,7 +16,6 @@ from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateT
 from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
-    check_backend,
     ema_update,
     mean_over_holders,
     numels_of,
@@ -86,7 +85,6 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         factor_threshold: float = 0.1,
     ) -> None:
         refuse("OnebitLamb", amsgrad=amsgrad)
-        check_backend("OnebitLamb", comm_backend_name)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -98,10 +96,8 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self._coefficients = []
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
         self.freeze_step = int(freeze_step)
         self.coeff_beta = float(coeff_beta)
         self.factor_max, self.factor_min = float(factor_max), float(factor_min)
@@ -144,7 +140,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         states = [self.state_for(master, group) for master in masters]
         fresh = torch.tensor([float(sum(not float(state[SCALE]) for state in states))], dtype=torch.float64)
         if float(fresh if context.copy_sum is None else context.copy_sum(fresh)):
-            self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+            self.fill_variances(number, part, grad_scale, context)
             self._start_frozen(masters, states, context)
         before = [state["exp_avg"].clone() for state in states]
         ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
@@ -160,7 +156,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         momenta = [state["exp_avg"] for state in states]
         scales = [float(state[SCALE]) for state in states]
         torch._foreach_mul_(momenta, scales)
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        self.exchange_means(number, masters, momenta, context.holders)
         torch._foreach_div_(momenta, scales)
 
     @staticmethod

@@ -17,7 +17,6 @@ from deepspeed.optim.one_bit import (
     MASK,
     VAR_STEPS,
     OneBitOptimizer,
-    check_backend,
     ema_update,
     pieces,
     round_into,
@@ -115,7 +114,6 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             eps_inside_sqrt=eps_inside_sqrt,
             max_grad_norm=max_grad_norm or None,
         )
-        check_backend("ZeroOneAdam", comm_backend_name)
         for name, value in (
             ("var_update_scaler", var_update_scaler),
             ("local_step_scaler", local_step_scaler),
@@ -123,9 +121,8 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         ):
             if int(value) < 1:
                 raise ValueError(f"ZeroOneAdam: {name}={value!r} must be at least 1")
-        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
-        self.deepspeed = deepspeed
-        self.comm_backend_name = comm_backend_name
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(params, defaults, deepspeed, comm_backend_name)
         self.var_freeze_step = int(var_freeze_step)
         self.var_update_scaler = int(var_update_scaler)
         self.local_step_scaler = int(local_step_scaler)
@@ -184,7 +181,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        self.fill_variances(number, part, grad_scale, context)
         ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
@@ -202,7 +199,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         the kept errors stay valid."""
         prepared = [self._corrections(state, group) for state in states]
         sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
-        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        self.exchange_means(number, part.masters, sums, holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, total, low, (second, rate) in zip(
             part.masters, states, sums, part.lows, prepared, strict=True
@@ -223,21 +220,11 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             second, rate = self._corrections(state, group)
             if not since:
                 state[SYNCED].copy_(master)
-            if frozen_step(
-                master,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                low,
-                variance_correction=second,
-                eps=group["eps"],
-                rate=rate,
-                decay=decay,
-                local=(state[SYNCED], state[LOCAL]),
-                keeps_param=exchanges,
-            ):
+            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            own, sums = (master, state["exp_avg"], state["exp_avg_sq"]), (state[SYNCED], state[LOCAL])
+            if frozen_step(*own, low, **scalars, local=sums, keeps_param=exchanges):
                 continue
-            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], low)
-            for w, m, v, synced, local, rounded in pieces(*own):
+            for w, m, v, synced, local, rounded in pieces(*own, *sums, low):
                 synced.mul_(decay)
                 local.add_((m / root(v, second, group["eps"])).mul_(rate))
                 if not exchanges:
@@ -255,7 +242,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         for state, second, whole in zip(states, seconds, sums, strict=True):
             for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
                 torch.mul(local, root(v, second, group["eps"]), out=total)
-        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        self.exchange_means(number, part.masters, sums, holders)
         rate = self.rate_sums[number] or 1.0
         for master, state, second, whole, low in zip(
             part.masters, states, seconds, sums, part.lows, strict=True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.values import tensors_in
+from deepspeed.zero.gradients.backward import tensors_in
 
 BATCH, LENGTH = 2, 3  # of the sequences
 

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import ProcessTopology
-from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.block_structure import BlockStructure, hidden_of, trace_blocks
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.zero.meta import meta_copy
-from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
 
 def cut_causal_lm(
@@ -74,16 +72,9 @@ class _OwnLoss:
         self._function = model.loss_function
         self._vocabulary = model.config.get_text_config().vocab_size
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of unshifted ``labels``."""
-        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary)
-        return loss
-
-    def of_next(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of ``labels`` that are already shifted."""
-        loss: Tensor = self._function(
-            logits=logits, labels=labels, vocab_size=self._vocabulary, shift_labels=labels
-        )
+    def __call__(self, logits: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+        """Compute the loss of ``labels``; with ``shift_labels=labels`` they are already shifted."""
+        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary, **more)
         return loss
 
 
@@ -208,8 +199,12 @@ class CutModel(PipelineModule):
             if len(stages) > 1 and self.stage_id in stages
         }
         kept = set(self._outside_of(self.stage_id))
-        self._stand_ins = self._make_stand_ins()
-        for name in {*self._structure.before, *self._structure.after} - kept:
+        structure = self._structure
+        self._stand_ins = {name: _LaterModule() for name in structure.after}
+        self._stand_ins |= {
+            name: _EarlierModule(self._boundary, structure.shapes[name]) for name in structure.before
+        }
+        for name in self._stand_ins.keys() - kept:
             _replace(model, name, self._stand_ins[name])
         own = self._structure.block_list()
         for number in range(len(blocks)):
@@ -245,12 +240,6 @@ class CutModel(PipelineModule):
         for stage in range(self.num_stages):
             if any(has(self._structure.model.get_submodule(name)) for name in self._outside_of(stage)):
                 found.add(stage)
-        return found
-
-    def _make_stand_ins(self) -> dict[str, nn.Module]:
-        structure = self._structure
-        found: dict[str, nn.Module] = {name: _LaterModule() for name in structure.after}
-        found |= {name: _EarlierModule(self._boundary, structure.shapes[name]) for name in structure.before}
         return found
 
     def _view(self, chunk: int) -> nn.ModuleList:
@@ -304,7 +293,7 @@ class CutModel(PipelineModule):
         def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
             if not self.training:
                 return own(logits, labels)
-            return token_mean(own.of_next(logits, labels), (labels != IGNORED).sum(), group)
+            return token_mean(own(logits, labels, shift_labels=labels), (labels != IGNORED).sum(), group)
 
         group = mesh.group("sp")
         self.batch_fn, self.loss_fn = batch_fn, loss_fn
@@ -314,9 +303,7 @@ class CutModel(PipelineModule):
     def _find_ties(self) -> dict[str, list[int]]:
         params = dict(self.named_parameters())
         for name, stages in self._shared.items():
-            ranks = (self._ranks_of(stages), self._ranks_of(stages, data=self._grid.replica_id))
-            setattr(params[name], SHARED_BY, (f"{SHARED}{name}", *ranks))
-            setattr(params[name], PIPE_REPLICATED, self.stage_id != stages[0])
+            self._mark_shared(params[name], name, stages)
         return self._shared
 
     def _tied_weights(self) -> list[nn.Parameter]:
@@ -340,13 +327,11 @@ class CutModel(PipelineModule):
     def _as_piece(self, chunk: int) -> Iterator[None]:
         """Install this chunk's list of blocks, and stand-ins for the modules of other pieces, in the model."""
         structure, piece = self._structure, self.chunk_position(chunk)
-        elsewhere: list[str] = []
+        put: dict[str, nn.Module] = {structure.blocks: self._views[chunk]}
         if piece > 0:
-            elsewhere += structure.before
+            put |= {name: self._stand_ins[name] for name in structure.before}
         if piece < self.num_stages * self.chunks - 1:
-            elsewhere += structure.after
-        put: dict[str, nn.Module] = {name: self._stand_ins[name] for name in elsewhere}
-        put[structure.blocks] = self._views[chunk]
+            put |= {name: self._stand_ins[name] for name in structure.after}
         before = {name: structure.model.get_submodule(name) for name in put}
         try:
             for name, module in put.items():

@@ -184,10 +184,13 @@ class PipelineModule(LayerPartition, nn.Module):
                 continue
             for name, param in self._tied_parameters(key):
                 _check_shared_experts(key, name, param, members)
-                ranks = (self._ranks_of(members), self._ranks_of(members, data=self._grid.replica_id))
-                setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
-                setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
+                self._mark_shared(param, f"{key}.{name}", members)
         return found
+
+    def _mark_shared(self, param: nn.Parameter, name: str, stages: Sequence[int]) -> None:
+        ranks = (self._ranks_of(stages), self._ranks_of(stages, data=self._grid.replica_id))
+        setattr(param, SHARED_BY, (f"{SHARED}{name}", *ranks))
+        setattr(param, PIPE_REPLICATED, self.stage_id != stages[0])
 
     def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
         """Return the tied weights of a tie with a module on this stage: all weights if all its layers are of one class,
@@ -224,18 +227,17 @@ class PipelineModule(LayerPartition, nn.Module):
         inputs = forward_input
         for start in range(begin, end, interval):
             stop = min(start + interval, end)
-            run = partial(self._run_arguments, start, stop, offset)
+            run = partial(self._run, start, stop, offset)
             if self._is_checkpointable(self.forward_funcs[start:stop]):
                 arguments = inputs if isinstance(inputs, tuple) else (inputs,)
                 inputs = self.activation_checkpoint_func(run, *arguments)
             else:
-                inputs = self._run(start, stop, offset, inputs)
+                inputs = run(inputs)
         return inputs
 
-    def _run_arguments(self, start: int, stop: int, offset: int, *inputs: Any) -> Any:
-        return self._run(start, stop, offset, inputs[0] if len(inputs) == 1 else inputs)
-
-    def _run(self, start: int, stop: int, offset: int, inputs: Any) -> Any:
+    def _run(self, start: int, stop: int, offset: int, *arguments: Any) -> Any:
+        """Run the layers [start, stop) of this stage; ``arguments``: the input, or the parts of a tuple."""
+        inputs = arguments[0] if len(arguments) == 1 else arguments
         for local in range(start, stop):
             if self.seed_layers:
                 self._seed(self.base_seed * offset + self._layer_indices[local])
@@ -256,19 +258,6 @@ class PipelineModule(LayerPartition, nn.Module):
             return all(type(function).__name__ in self.checkpointable_layers for function in functions)
         modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
-
-    @property
-    def is_checkpointable_results(self) -> list[bool]:
-        """Flags of the runs of ``activation_checkpoint_interval`` layers of this stage: whether each is recomputed."""
-        interval = self.activation_checkpoint_interval
-        if interval < 1:
-            return []
-        bounds = zip(self._ends[:-1], self._ends[1:], strict=True)
-        starts = [(start, end) for begin, end in bounds for start in range(begin, end, interval)]
-        return [
-            self._is_checkpointable(self.forward_funcs[start : min(start + interval, end)])
-            for start, end in starts
-        ]
 
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.parallel.pipeline.messages.channels import ReceiveChannel, SendChannel
-from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
+from deepspeed.parallel.pipeline.messages.values import without_graph, writable
 from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind
+from deepspeed.zero.gradients.backward import tensors_in
 
 
 class StageCompute(Protocol):

@@ -16,8 +16,9 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.staged import Staged
 from deepspeed.ops.partitions import partition_balanced, partition_uniform
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.values import map_tensors, tensors_in
+from deepspeed.parallel.pipeline.messages.values import map_tensors
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, trained_numel, type_name
+from deepspeed.zero.gradients.backward import tensors_in
 
 
 class LayerPartition(Staged):
@@ -33,12 +34,12 @@ class LayerPartition(Staged):
     def _partition_layers(self, method: str = "uniform") -> None:
         """Set ``parts``: the bounds of the runs of layers, ``chunks`` per stage. Subclasses may set other bounds.
         Called during construction, once topology and layer specs are known."""
-        kind, layers, durations, counts = method.strip().lower(), self._layer_specs, None, None
+        kind, weights = method.strip().lower(), None
         if kind == "profile" and self._profile_input is not None:
-            durations = broadcast_durations(measure_layers(layers, self._profile_input))
+            weights = broadcast_durations(measure_layers(self._layer_specs, self._profile_input))
         if kind == "parameters":
-            counts = self._count_layer_params()
-        self.parts = partition(layers, self.num_stages * self.chunks, method, durations, counts)
+            weights = self._count_layer_params()
+        self.parts = partition(self._layer_specs, self.num_stages * self.chunks, method, weights)
         if self.chunks == 1:
             self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
@@ -50,7 +51,6 @@ class LayerPartition(Staged):
                 f"_set_bounds({start}, {stop}) contradicts the bounds {expected} of stage {self.stage_id} "
                 "in self.parts: set self.parts for all stages first"
             )
-        self._local_start, self._local_stop = start, stop
 
     def _count_layer_params(self) -> list[int]:
         """Return the trained elements of every layer, which method "parameters" balances."""
@@ -111,14 +111,13 @@ def partition(
     layers: Sequence[Layer],
     stages: int,
     method: str,
-    durations: Sequence[float] | None = None,
-    counts: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the bounds ``[0, ..., len(layers)]`` of each stage's run of layers.
 
-    "uniform" balances the number of layers; "parameters": trained elements, or ``counts`` if given; "type:regex": the
-    number of layers whose class name contains ``regex`` (ignoring case); "profile": ``durations``. ValueError: an
-    unknown method, a regex that matches no layer, or fewer layers than stages.
+    "uniform" balances the number of layers; "parameters": trained elements, or ``weights`` if given; "type:regex": the
+    number of layers whose class name contains ``regex`` (ignoring case); "profile": ``weights``, durations. ValueError:
+    an unknown method, a regex that matches no layer, or fewer layers than stages.
     """
     if len(layers) < stages:
         raise ValueError(f"{len(layers)} layers cannot be spread over {stages} stages: each needs one")
@@ -127,17 +126,17 @@ def partition(
     if kind == "uniform":
         return partition_uniform(len(layers), stages)
     if kind == "parameters":
-        return partition_balanced(counts or [trained_numel(layer) for layer in layers], stages)
+        return partition_balanced(weights or [trained_numel(layer) for layer in layers], stages)
     if kind == "type":
         chosen = set(layers_of_type(layers, argument))
         return partition_balanced([int(number in chosen) for number in range(len(layers))], stages)
     if kind == "profile":
-        if durations is None:
+        if weights is None:
             raise ValueError(
                 "partition_method='profile' measures the layers: pass the first layer's input for a "
                 "micro-batch as PipelineModule(profile_input=...)"
             )
-        return partition_balanced(durations, stages)
+        return partition_balanced(weights, stages)
     raise ValueError(f"partition_method={method!r}: must be {METHODS}")
 
 

@@ -32,12 +32,12 @@ class SplitLayer(Protocol):
     its gradient is computed.
     """
 
-    narrows: bool
+    narrows = True
     """Whether the layer computes in the narrower dtype under ``torch.autocast``."""
 
     def supports(self, inputs: Tensor) -> bool:
         """Return whether a call with ``inputs`` can be split."""
-        ...
+        return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -71,13 +71,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-class _Linear:
+class _Linear(SplitLayer):
     """A linear layer with weight [out, in]."""
-
-    narrows = True
-
-    def supports(self, inputs: Tensor) -> bool:
-        return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(inputs, weight, bias)
@@ -91,13 +86,8 @@ class _Linear:
         yield rows.sum(0)
 
 
-class _TransposedLinear:
+class _TransposedLinear(SplitLayer):
     """A linear layer with weight [in, out], and always a bias."""
-
-    narrows = True
-
-    def supports(self, inputs: Tensor) -> bool:
-        return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
@@ -112,7 +102,7 @@ class _TransposedLinear:
         yield rows.sum(0)
 
 
-class _Embedding:
+class _Embedding(SplitLayer):
     """An embedding, whose inputs have no gradient."""
 
     narrows = False
@@ -121,9 +111,6 @@ class _Embedding:
         self.rows = layer.num_embeddings
         self.padding = -1 if layer.padding_idx is None else layer.padding_idx
         self.by_frequency = layer.scale_grad_by_freq
-
-    def supports(self, inputs: Tensor) -> bool:
-        return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.embedding(weight, inputs, self.padding, self.by_frequency, False)
@@ -140,9 +127,7 @@ class _Embedding:
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class _Convolution:
-    narrows = True
-
+class _Convolution(SplitLayer):
     def __init__(self, layer: Any) -> None:
         self.shape = _shape_of(layer)
         self.biases = [layer.out_channels] if layer.bias is not None else None

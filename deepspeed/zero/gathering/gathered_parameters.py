@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,8 @@ class GatheredParameters:
             bucket.transitions.discard_lossy_copy(bucket.layout.index)
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
-        self._held = list(_whole_buckets(first))
+        asked = {id(param) for param in first}
+        self._held = [b for b in _buckets_of(first) if all(id(param) in asked for param in b.params)]
         for bucket in self._held:
             bucket.transitions.hold(bucket.layout.index)
         zero_params.all_gather(None, param_list=first)
@@ -122,9 +123,9 @@ class GatheredParameters:
         if misshapen is not None:
             raise misshapen
         if error is None:
+            rank, text = failure
             raise RuntimeError(
-                f"GatheredParameters: rank {failure.rank} left the block with an error, so all changes were "
-                f"discarded: {failure.text}"
+                f"GatheredParameters: rank {rank} left the block with an error, so all changes were discarded: {text}"
             )
         return False
 
@@ -153,19 +154,14 @@ class GatheredParameters:
             owner.shards_written()
 
 
-class _GatherFailure(NamedTuple):
-    rank: int
-    text: str
-
-
 _TEXT_BYTES = 512
 
 
 def _agree_on_failure(
     communicator: Communicator, device: torch.device, error: BaseException | None
-) -> _GatherFailure | None:
-    """Return the first rank with an error, or None if there is none. Collective: one number, and the text of the
-    error."""
+) -> tuple[int, str] | None:
+    """Return the first rank with an error and its text, or None if there is none. Collective: one
+    number, and the text of the error."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
     # Log first: this rank hangs below if the others never arrive.
     if error is not None and communicator.size > 1:
@@ -181,20 +177,12 @@ def _agree_on_failure(
     message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
     communicator.broadcast(message, src=position).wait()
     text = bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
-    return _GatherFailure(communicator.ranks[position], text)
+    return communicator.ranks[position], text
 
 
 def _buckets_of(params: Iterable[Any]) -> list[ShardedBucket]:
     owners = (getattr(param, "ds_owner", None) for param in params)
     return list(dict.fromkeys(owner for owner in owners if isinstance(owner, ShardedBucket)))
-
-
-def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
-    """Yield the buckets whose parameters are all in ``params``."""
-    asked = {id(param) for param in params}
-    for owner in _buckets_of(params):
-        if all(id(param) in asked for param in owner.params):
-            yield owner
 
 
 class KeepGathered:

@@ -24,6 +24,7 @@ since all of them launch the sums; so a step with more micro-batches than the la
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,10 +45,11 @@ END_OF_PASS = LaunchEntry(EntryKind.PASS)
 
 
 class LaunchOrder:
-    """The agreed order of the current step, this rank's position in it, and the record of its own uses."""
+    """The agreed order of the current step, or of an evaluation (``entries``), this rank's position in it, and the
+    record of its own uses."""
 
-    def __init__(self) -> None:
-        self.agreed: list[list[LaunchEntry]] = []
+    def __init__(self, entries: list[LaunchEntry] | None = None) -> None:
+        self.agreed: list[list[LaunchEntry]] = [entries] if entries else []
         self.record: list[list[LaunchEntry]] = [[]]
         self.cursor = 0
         self._passes = 0  # ends of forward passes in this segment, on this rank
@@ -153,20 +155,10 @@ def with_prefetch(record: Sequence[LaunchEntry], numels: Sequence[int], window: 
 
 
 def encode(segments: Sequence[Sequence[LaunchEntry]]) -> list[int]:
-    """Encode as a message: per segment its length, then the kind and bucket of each entry."""
-    message: list[int] = []
-    for entries in segments:
-        message.append(len(entries))
-        for entry in entries:
-            message += [int(entry.kind), entry.bucket]
-    return message
+    """Encode as a message: the bytes of JSON, with a pair of kind and bucket per entry."""
+    return list(json.dumps(segments).encode())
 
 
 def decode(message: Sequence[int]) -> list[list[LaunchEntry]]:
-    segments: list[list[LaunchEntry]] = []
-    at = 0
-    while at < len(message):
-        stop = at + 1 + 2 * message[at]
-        segments.append([LaunchEntry(EntryKind(message[i]), message[i + 1]) for i in range(at + 1, stop, 2)])
-        at = stop
-    return segments
+    segments = json.loads(bytes(message))
+    return [[LaunchEntry(EntryKind(kind), bucket) for kind, bucket in entries] for entries in segments]

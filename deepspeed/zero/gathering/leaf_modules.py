@@ -6,8 +6,8 @@ submodules in a forward pass (mixture of experts), or call them in a varying ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -104,25 +104,19 @@ def apply_zero_leaf_module_config(
 def _mark_by_class(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    is_one = _class_test(classes)
-    found = [module for module in model.modules() if is_one(module)]
-    return _mark(model, found, flag, f"of class {list(classes)}", raise_if_not_found)
-
-
-def _class_test(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
-    types = tuple(item for item in classes if isinstance(item, type))
-    names = {item for item in classes if isinstance(item, str)}
     for item in classes:
         if not isinstance(item, (type, str)):
             raise ValueError(f"leaf_module_classes holds {item!r}: expected classes or class names.")
-
-    def test(module: nn.Module) -> bool:
+    types = tuple(item for item in classes if isinstance(item, type))
+    names = {item for item in classes if isinstance(item, str)}
+    found = []
+    for module in model.modules():
         cls = type(module)
-        return isinstance(module, types) or not names.isdisjoint(
+        if isinstance(module, types) or not names.isdisjoint(
             (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")
-        )
-
-    return test
+        ):
+            found.append(module)
+    return _mark(model, found, flag, f"of class {list(classes)}", raise_if_not_found)
 
 
 def _mark(

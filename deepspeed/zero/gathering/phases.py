@@ -39,5 +39,4 @@ class Phase(enum.Enum):
     OTHER_THREAD = "a forward on a thread other than the training thread", False
 
     def __init__(self, meaning: str, trains: bool) -> None:
-        self.meaning = meaning
         self.trains = trains  # an attribute, not a property: it is read at every use of a bucket

@@ -12,34 +12,17 @@ that wait at the same time proceed together.
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-_HEAD = struct.Struct("<dq")  # patience, bytes of the intent
-_COUNT = struct.Struct("<q")
 
 
 @dataclass(slots=True)
 class Arrival:
-    intent: bytes
+    intent: str
     proposal: list[int] = field(default_factory=list)
     patience_s: float = 0.0
     decided: bool = False
     order: list[int] | None = None
-
-    def pack(self) -> bytes:
-        head = _HEAD.pack(self.patience_s, len(self.intent))
-        return head + self.intent + struct.pack(f"<{len(self.proposal)}q", *self.proposal)
-
-    @classmethod
-    def unpack(cls, message: bytes) -> Arrival:
-        patience_s, length = _HEAD.unpack_from(message)
-        start = _HEAD.size + length
-        count = (len(message) - start) // _COUNT.size
-        proposal = list(struct.unpack_from(f"<{count}q", message, start))
-        return cls(message[_HEAD.size : start], proposal, patience_s)
 
 
 class Rendezvous:
@@ -76,16 +59,3 @@ class Rendezvous:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-def pack_answer(order: Sequence[int] | None) -> bytes:
-    """Pack an order after its length, which is -1 for "alone"."""
-    if order is None:
-        return _COUNT.pack(-1)
-    return struct.pack(f"<{len(order) + 1}q", len(order), *order)
-
-
-def read_answer(read: Callable[[int], bytes]) -> list[int] | None:
-    """Invert ``pack_answer``, where ``read(n)`` returns the next n bytes."""
-    (count,) = _COUNT.unpack(read(_COUNT.size))
-    return None if count < 0 else list(struct.unpack(f"<{count}q", read(count * _COUNT.size)))

@@ -55,11 +55,6 @@ class GatherCounts:
     misses: int = 0
     fetches: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        needs = self.hits + self.misses + self.fetches
-        return self.hits / needs if needs else 1.0
-
 
 @dataclass(slots=True)
 class Evaluation:
@@ -68,8 +63,7 @@ class Evaluation:
 
     root: Hashable
     intent: tuple[Hashable, ...] = ()
-    order: list[int] | None = None
-    cursor: int = 0
+    order: LaunchOrder | None = None
     observed: list[int] = field(default_factory=list)
 
 
@@ -119,19 +113,19 @@ class ScheduledGatherer(FetchingGatherer):
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         prefetched = index in self.in_flight
         launched = self.counts.collectives
+        order: LaunchOrder | None = None
         if phase.trains:
-            self.order.record[-1].append(LaunchEntry(EntryKind.NEED, index))
+            order = self.order
+            order.record[-1].append(LaunchEntry(EntryKind.NEED, index))
             if not prefetched:
-                self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
+                self._launch_up_to(order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
-            self._need_in_evaluation(self._evaluation, index)
+            order = self._need_in_evaluation(self._evaluation, index)
         elif phase is Phase.MANUAL and not prefetched and self._rendezvous_by_hand(index):
             self._launch_gather(index)
         self._make_whole(index, phase, prefetched, launched)
-        if phase.trains:
-            self._advance()
-        elif phase is Phase.EVALUATION and self._evaluation is not None:
-            self._prefetch_evaluation(self._evaluation)
+        if order is not None:
+            self._advance(order)
 
     def _make_whole(self, index: int, phase: Phase, prefetched: bool, launched: int) -> None:
         self.finish(index)
@@ -165,12 +159,12 @@ class ScheduledGatherer(FetchingGatherer):
             fits = entry.kind is EntryKind.NEED and (
                 self._ahead + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
             )
-            self._launch(1, keep=left == 1 or fits)
+            self._launch(self.order, 1, keep=left == 1 or fits)
 
-    def _launch(self, count: int, *, keep: bool) -> None:
-        """Launch the next ``count`` entries of the training order, whether this rank needs them or not."""
+    def _launch(self, order: LaunchOrder, count: int, *, keep: bool) -> None:
+        """Launch the next ``count`` entries of an order, whether this rank needs them or not."""
         for _ in range(count):
-            entry = self.order.advance()
+            entry = order.advance()
             if entry.kind is EntryKind.NEED:
                 self._launch_gather(entry.bucket, keep=keep)
             elif entry.kind is EntryKind.SUM:
@@ -189,10 +183,10 @@ class ScheduledGatherer(FetchingGatherer):
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
         self.channels[index].all_gather(spare, bucket.stored_shard().to(bucket.device)).wait()
 
-    def _advance(self) -> None:
+    def _advance(self, order: LaunchOrder) -> None:
         """Launch the next entries that are ready: gathers within the prefetch window, sums of full buckets."""
         ahead = self._ahead
-        while (entry := self.order.upcoming()) is not None:
+        while (entry := order.upcoming()) is not None:
             if entry.kind is EntryKind.NEED:
                 bucket = self.buckets[entry.bucket]
                 ahead += bucket.layout.padded_numel
@@ -200,7 +194,7 @@ class ScheduledGatherer(FetchingGatherer):
                     return
             elif entry.kind is EntryKind.SUM and entry.bucket not in self._complete:
                 return
-            self._launch(1, keep=True)
+            self._launch(order, 1, keep=True)
 
     def _finish(self, index: int) -> None:
         pending = self.in_flight.pop(index)
@@ -219,7 +213,7 @@ class ScheduledGatherer(FetchingGatherer):
                 self.start_sum(b)
                 return
             self._complete.add(b)
-            self._advance()
+            self._advance(self.order)
 
     def end_segment(self) -> None:
         with self.lock:
@@ -227,7 +221,7 @@ class ScheduledGatherer(FetchingGatherer):
             self.order.end_segment()
 
     def _launch_rest(self) -> None:
-        self._launch(len(self.order.entries) - self.order.cursor, keep=False)
+        self._launch(self.order, len(self.order.entries) - self.order.cursor, keep=False)
         self._complete.clear()
         for index in list(self.in_flight):
             self._finish(index)
@@ -240,42 +234,29 @@ class ScheduledGatherer(FetchingGatherer):
 
     def end_pass(self, phase: Phase) -> None:
         if phase is Phase.FORWARD:
-            self._launch(self.order.end_pass(), keep=False)
+            self._launch(self.order, self.order.end_pass(), keep=False)
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._end_evaluation(self._evaluation)
             self._evaluation = None
 
-    def _need_in_evaluation(self, evaluation: Evaluation, index: int) -> None:
+    def _need_in_evaluation(self, evaluation: Evaluation, index: int) -> LaunchOrder:
+        """Launch the gathers through that of bucket ``index``, if it is one of the agreed order, which is returned."""
         if evaluation.order is None:
             evaluation.intent = (evaluation.root, *self._whole())
             proposal = self._last_orders.get(evaluation.intent, [])
-            evaluation.order = self._rendezvous(evaluation.intent, proposal)
+            agreed = self._rendezvous(evaluation.intent, proposal)
+            evaluation.order = LaunchOrder([LaunchEntry(EntryKind.NEED, b) for b in agreed])
         evaluation.observed.append(index)
-        if index not in self.in_flight and index in evaluation.order[evaluation.cursor :]:
-            stop = evaluation.order.index(index, evaluation.cursor) + 1
-            while evaluation.cursor < stop:
-                self._launch_in_evaluation(evaluation)
-
-    def _launch_in_evaluation(self, evaluation: Evaluation, *, keep: bool = True) -> None:
-        assert evaluation.order is not None
-        evaluation.cursor += 1
-        self._launch_gather(evaluation.order[evaluation.cursor - 1], keep=keep)
-
-    def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
-        ahead = self._ahead
-        while evaluation.order and evaluation.cursor < len(evaluation.order):
-            upcoming = self.buckets[evaluation.order[evaluation.cursor]]
-            ahead += upcoming.layout.padded_numel
-            if ahead > self.prefetch_numel or upcoming.status is not Status.SHARDED:
-                return
-            self._launch_in_evaluation(evaluation)
+        if index not in self.in_flight:
+            self._launch(evaluation.order, evaluation.order.find(index, beyond_sums=True), keep=True)
+        return evaluation.order
 
     def _end_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.order is None:
+        order = evaluation.order
+        if order is None:
             return  # nothing was gathered
-        launched = set(evaluation.order)
-        while evaluation.cursor < len(evaluation.order):
-            self._launch_in_evaluation(evaluation, keep=False)
+        self._launch(order, len(order.entries) - order.cursor, keep=False)
+        launched = {entry.bucket for entry in order.entries}
         for index in [i for i in self.in_flight if i in launched]:
             self._finish(index)
         while len(self._last_orders) >= _REMEMBERED_PASSES:
@@ -292,7 +273,7 @@ class ScheduledGatherer(FetchingGatherer):
 
     def _rendezvous(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
         """Return the order of a pass that all ranks are running now; empty if they are not."""
-        what = repr((intent, self.order.position, self.server.version)).encode()
+        what = repr((intent, self.order.position, self.server.version))
         order = self.server.meet(Arrival(what, proposal, self.patience_s))
         if order is not None:
             self.patience_s = self.longest_patience_s
@@ -351,8 +332,8 @@ class ScheduledGatherer(FetchingGatherer):
         if length < 0:
             self.order.end_step(self.order.agreed)
             return
-        body = torch.zeros(length, dtype=torch.int64, device=device)
+        body = torch.zeros(length, dtype=torch.uint8, device=device)
         if changed:
-            body.copy_(torch.tensor(message, dtype=torch.int64))
+            body.copy_(torch.tensor(message, dtype=torch.uint8))
         self.all_ranks.broadcast(body, src=0).wait()
         self.order.end_step(decode(body.tolist()))

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import hmac
+import json
 import os
 import secrets
 import socket
@@ -28,7 +29,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.constants import RANK_ENDED
 from deepspeed.comm.collectives import CommunicationError, Communicator
-from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous, pack_answer, read_answer
+from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
 
 # A barrier for leaving ranks, where too many ranks serve shards for each to tell every other one directly.
 #
@@ -98,7 +98,7 @@ _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LEAVING = -1  # instead of a bucket: close the connection when the serving rank leaves
 _RENDEZVOUS = -2
-"""Instead of a bucket: a rendezvous arrival follows; the version field is its length in bytes."""
+"""Instead of a bucket: a message follows, the fields of a rendezvous arrival."""
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -126,7 +126,6 @@ class ShardServer:
         self.shards = list(shards)
         self.timeout_s = timeout_s
         self.version = 0
-        self.bytes_received = 0
         self.fetches = 0
         self.served = 0
         self._written = self._mark()
@@ -182,14 +181,8 @@ class ShardServer:
 
     def _receive(self, rank: int, target: Tensor) -> None:
         host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        view = _bytes_of(host)
-        self.bytes_received += len(view)
         try:
-            while len(view):
-                count = self._connection(rank).recv_into(view, min(len(view), _CHUNK_BYTES))
-                if count == 0:
-                    raise ConnectionError("the connection was closed")
-                view = view[count:]
+            _fill(_bytes_of(host), self._connection(rank))
         except OSError as error:
             raise self._lost_error(rank, error) from error
         if host is not target:
@@ -199,11 +192,11 @@ class ShardServer:
         """Return the common order if all ranks have the intent of ``arrival``, otherwise None (``Rendezvous``)."""
         if self.communicator.rank == 0:
             return self.rendezvous.join(0, arrival)
-        message = arrival.pack()
+        fields = [arrival.intent, arrival.proposal, arrival.patience_s]
         try:
             connection = self._connection(0)
-            connection.sendall(_REQUEST.pack(_RENDEZVOUS, len(message)) + message)
-            return read_answer(partial(_read, connection))
+            connection.sendall(_REQUEST.pack(_RENDEZVOUS, 0) + pack_message(fields))
+            return _read_message(connection)
         except OSError as error:
             raise self._lost_error(0, error, "announce the next gathers") from error
 
@@ -252,8 +245,8 @@ class ShardServer:
             while True:
                 bucket, version = _REQUEST.unpack(_read(connection, _REQUEST.size))
                 if bucket == _RENDEZVOUS:
-                    arrival = Arrival.unpack(_read(connection, version))
-                    connection.sendall(pack_answer(self.rendezvous.join(arriving, arrival)))
+                    arrival = Arrival(*_read_message(connection))
+                    connection.sendall(pack_message(self.rendezvous.join(arriving, arrival)))
                     continue
                 with self._changed:
                     if bucket == _LEAVING:
@@ -368,12 +361,27 @@ def _listen(master: str) -> socket.socket:
     return listener
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def pack_message(value: Any) -> bytes:
+    """Pack a value as JSON, after its length."""
+    text = json.dumps(value).encode()
+    return _COUNT.pack(len(text)) + text
+
+
+def _read_message(connection: socket.socket) -> Any:
+    (count,) = _COUNT.unpack(_read(connection, _COUNT.size))
+    return json.loads(_read(connection, count))
+
+
+def _read(connection: socket.socket, count: int) -> bytearray:
     """Read exactly ``count`` bytes. ConnectionError: the connection was closed before."""
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("the connection was closed")
-        data += piece
+    data = bytearray(count)
+    _fill(memoryview(data), connection)
     return data
+
+
+def _fill(view: memoryview, connection: socket.socket) -> None:
+    while len(view):
+        count = connection.recv_into(view, min(len(view), _CHUNK_BYTES))
+        if count == 0:
+            raise ConnectionError("the connection was closed")
+        view = view[count:]

@@ -23,7 +23,7 @@ from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gathering.transitions import Gatherer, LiveBudget
 from deepspeed.zero.offload.host_copies import has_own_memory
 from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.zero.partitioning import TrainedParams, cut_sharded, param_specs, trained_params, with_frozen
+from deepspeed.zero.partitioning import cut_sharded, param_specs, trained_params, with_frozen
 from deepspeed.zero.replica_groups import DENSE, ReplicaGroups, ReplicaGroupTable
 
 if TYPE_CHECKING:
@@ -148,11 +148,8 @@ def shard_module(
     replica_groups: ReplicaGroups,
 ) -> ShardedModel:
     """Shard every parameter of ``module`` (stage 3) and install the hooks that gather them around their use."""
-    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group["params"]]
-    trained = (
-        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
-    )
-    everything = with_frozen(module, trained)
+    groups = optimizer.param_groups if optimizer is not None else []
+    everything = with_frozen(module, trained_params(module, groups))
     zero = config.zero_config
     mark_leaves(module, zero)
     specs = param_specs(module, everything, plan)
@@ -171,7 +168,7 @@ def shard_module(
             specs, zero, replica_groups.shards(), traits_of(optimizer).grain
         )
     ]
-    known = {id(p) for p in held if p.requires_grad}
+    known = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     sharded = ShardedModel(
         module,
         buckets,

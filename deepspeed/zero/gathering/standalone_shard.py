@@ -93,6 +93,6 @@ def shard_standalone(
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (all_ranks or communicator).broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, StandaloneShard(param, communicator, all_ranks, swap), 0)
+        zero_params.convert(param, StandaloneShard(param, communicator, all_ranks, swap), 0, param.shape)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies
 
 
+@dataclass(eq=False, repr=False)
 class GradBucket:
     """Gradients of one bucket on their way from autograd to the shard that the optimizer reads.
 
@@ -34,47 +36,34 @@ class GradBucket:
     ``counts_in_norm``: whether this rank's shard counts in the norm, which exactly one holder's does. ``host``: set if
     the shard is copied to host memory (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory.
     ``new_shard(numel, dtype)`` allocates ``reduced`` where it is not a slice of the full buffer. ``after_sum``: called
-    with this rank's result of each sum over ranks, to change it in place.
+    with this rank's result of each sum over ranks, to change it in place. ``check``: called before each round is
+    added to ``reduced``, to check the file that holds it.
     """
 
-    after_sum: Callable[[Tensor], None] | None = None
+    layout: BucketLayout
+    shapes: Sequence[torch.Size]
+    over_ranks: GradientSum
+    pool: BufferPool
+    device: torch.device
+    _: KW_ONLY
+    rank: int
+    dtype: torch.dtype  # of accumulation
+    keep_local: bool
+    new_shard: Callable[[int, torch.dtype], Tensor]
+    local_format: GradientSum | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+    counts_in_norm: bool = True
+    host: HostCopies | None = None
     check: Callable[[], None] | None = None
-    """Checks the file that holds ``reduced``, before each round is added to it."""
+    after_sum: Callable[[Tensor], None] | None = None
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        shapes: Sequence[torch.Size],
-        over_ranks: GradientSum,
-        pool: BufferPool,
-        device: torch.device,
-        *,
-        rank: int,
-        local_format: GradientSum | None = None,
-        factors: tuple[float, float] = (1.0, 1.0),
-        counts_in_norm: bool = True,
-        accumulate_dtype: torch.dtype,
-        keep_local: bool,
-        new_shard: Callable[[int, torch.dtype], Tensor],
-        host: HostCopies | None = None,
-    ) -> None:
-        self.host = host
-        self.new_shard = new_shard
-        self.layout = layout
-        self.shapes = tuple(shapes)
-        self._gaps = layout.gaps()
-        self.over_ranks = over_ranks
-        self._formats: tuple[GradientSum | None, GradientSum] = (local_format, over_ranks)
-        self.pool = pool
-        self.device = device
-        self.dtype = accumulate_dtype
-        self.keep_local = keep_local
-        self.factors = factors
-        self.counts_in_norm = counts_in_norm
-        self.start, self.stop = layout.shard_range(rank)
+    def __post_init__(self) -> None:
+        self._gaps = self.layout.gaps()
+        self._formats: tuple[GradientSum | None, GradientSum] = (self.local_format, self.over_ranks)
+        self.start, self.stop = self.layout.shard_range(self.rank)
         self.local: Tensor | None = None
         self.views: list[Tensor] = []  # of the current or last local buffer, shaped like the parameters
-        self.written = [False] * len(layout.slots)
+        self.written = [False] * len(self.layout.slots)
         self.reduced: Tensor | None = None
         self.in_flight: InFlight | None = None
         self._owned: Tensor | None = None  # the full buffer of keep_local
@@ -408,17 +397,12 @@ class BucketOrder:
         self._filled.append(b)
         return True
 
-    def launch_ready(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` on each bucket whose turn it is, up to the first that is not full."""
-        while self._next < len(self._buckets) and not self._missing[self._buckets[self._next]]:
+    def launch(self, start: Callable[[int], None], *, rest: bool) -> None:
+        """Call ``start`` on each bucket whose turn it is, up to the first that is not full; ``rest``: on each that has
+        not had its turn in this backward."""
+        while self._next < len(self._buckets) and (rest or not self._missing[self._buckets[self._next]]):
             self._next += 1
-            launch(self._buckets[self._next - 1])
-
-    def launch_rest(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` on each bucket that has not had its turn in this backward."""
-        while self._next < len(self._buckets):
-            self._next += 1
-            launch(self._buckets[self._next - 1])
+            start(self._buckets[self._next - 1])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._buckets)

@@ -66,14 +66,13 @@ def make_grad_buckets(
                 local_format=local_sum(layout, replica_group, pool, plan),
                 factors=plan.gradients.factors(replica_group.divisor),
                 counts_in_norm=first_holder,
-                accumulate_dtype=plan.precision.accumulate or layout.dtype,
+                dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_shard=partial(kept_by.new_gradients, device=first.device),
                 host=host if has_own_memory(first.device) and tier.offloads(layout) else None,
+                check=kept_by.check if kept_by.on_file and not has_own_memory(first.device) else None,
             )
         )
-        if kept_by.on_file and not has_own_memory(first.device):
-            result[-1].check = kept_by.check
     return result
 
 
@@ -140,8 +139,8 @@ def make_reducer(
     """
     turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
-        params,
-        buckets,
+        list(params),
+        list(buckets),
         all_ranks,
         cadence=cadence(plan, coordinator),
         overlap=plan.zero.overlap,
@@ -149,7 +148,7 @@ def make_reducer(
         at_boundary=at_boundary,
         turns=turns,
         layers_exchange=layers_exchange,
-        device=device,
+        message_device=device,
     )
     if turns is not None:
         turns.start_sum = reducer.launch

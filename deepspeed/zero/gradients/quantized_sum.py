@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.zero.gradients.sums import GradientSum, InFlight, MakeOut
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import Levels, ReplicaGroup
-
-
-class Encoder(Protocol):
-    """Encodes what this rank sends."""
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return payloads [rows, bytes] of ``values`` [rows, n]."""
-        ...
 
 
 class ErrorFeedback:
@@ -49,7 +41,8 @@ class ErrorFeedback:
         self.error: Tensor | None = None
         self.sums = 0
 
-    def __call__(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:
+        """Return payloads [rows, bytes] of ``values`` [rows, n]."""
         if self.error is None or self.sums % self.reset == 0:
             self.error = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
         self.sums += 1
@@ -73,15 +66,13 @@ class QuantizedSum:
         layout: BucketLayout,
         ranks: Communicator,
         codec: Codec,
-        *,
-        levels: Levels | None = None,
-        encode: Encoder | None = None,
+        levels: Levels | None,
+        feedback: ErrorFeedback | None,
     ) -> None:
         self.ranks = ranks
         self.codec = codec
         self.levels = levels
-        self.encode = encode or codec.encode
-        self.feedback = encode if isinstance(encode, ErrorFeedback) else None
+        self.feedback = feedback
         self.mine = slice(*layout.shard_range(ranks.rank))
         self.numel = layout.shard_numel
 
@@ -101,7 +92,7 @@ class QuantizedSum:
     ) -> Callable[[], None]:
         """Sum this rank's row of ``parts`` [ranks, n] over the ranks into ``out``, times ``postscale``; return the
         function that waits."""
-        sent = self.encode(parts)
+        sent = (self.feedback or self.codec).encode(parts)
         received = torch.empty_like(sent)
         pending = ranks.all_to_all(received.view(-1), sent.view(-1))
 
@@ -136,7 +127,6 @@ class CompressedSum:
     def __init__(self, ranks: Communicator, codec: Codec, *, keeps_errors: bool) -> None:
         self.ranks = ranks
         self.codec = codec
-        self.keeps_errors = keeps_errors
         self.feedback = self if keeps_errors else None
         self.worker_error: Tensor | None = None
         self.server_error: Tensor | None = None
@@ -150,7 +140,7 @@ class CompressedSum:
             wanted[:numel] = local
             if prescale != 1.0:
                 wanted.mul_(prescale)
-            if self.keeps_errors and self.worker_error is None:
+            if self.feedback is not None and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
             errors = None if self.worker_error is None else Concatenated([self.worker_error])
             compressed_mean(Concatenated([wanted]), errors, self.server_error, part, self.ranks, self.codec)
@@ -182,18 +172,20 @@ def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: in
 
 def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -> GradientSum | None:
     """Return the quantized sum of a bucket; None: it is too small, or its dtype has no such format."""
-    packing, chosen = plan.packing, plan.packing.codec
-    if chosen is None:
-        codec = codec_for(layout, packing.gradients, random=packing.random, rank=replica_group.all_ranks.rank)
+    packing, codec = plan.packing, plan.packing.codec
+    shard, rank = replica_group.shard, replica_group.all_ranks.rank
+    if codec is None:
+        codec = codec_for(layout, packing.gradients, random=packing.random, rank=rank)
         if codec is None:
             return None
-        encode = ErrorFeedback(codec, *packing.feedback) if packing.feedback is not None else None
-        return QuantizedSum(layout, replica_group.shard, codec, levels=replica_group.levels, encode=encode)
-    if replica_group.shard.size == 1 or layout.padded_numel < BLOCK * replica_group.shard.size:
-        return None
-    if packing.random:
-        chosen = chosen.seeded(seed_of(layout.index, replica_group.all_ranks.rank)) or chosen
-    if not plan.zero.shard_state:
-        return CompressedSum(replica_group.shard, chosen, keeps_errors=packing.keeps_errors)
-    encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
-    return QuantizedSum(layout, replica_group.shard, chosen, levels=replica_group.levels, encode=encode)
+        kept = packing.feedback
+    else:
+        if shard.size == 1 or layout.padded_numel < BLOCK * shard.size:
+            return None
+        if packing.random:
+            codec = codec.seeded(seed_of(layout.index, rank)) or codec
+        if not plan.zero.shard_state:
+            return CompressedSum(shard, codec, keeps_errors=packing.keeps_errors)
+        kept = (0.0, sys.maxsize) if packing.keeps_errors else None
+    feedback = ErrorFeedback(codec, *kept) if kept is not None else None
+    return QuantizedSum(layout, shard, codec, replica_group.levels, feedback)

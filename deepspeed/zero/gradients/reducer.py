@@ -30,6 +30,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -80,6 +81,7 @@ class LaunchTurns(Protocol):
         """End a backward that sums: launch everything ordered before its end."""
 
 
+@dataclass(eq=False, repr=False)
 class GradReducer:
     """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, initially the plan's.
 
@@ -93,36 +95,26 @@ class GradReducer:
         expose: stage 0: expose the (reduced) gradients in ``param.grad`` after each backward.
         turns: decides whose turn it is, if other collectives share one launch order with the sums.
         layers_exchange: whether layers exchange data among the ranks of ``communicator`` in backward.
-        device: where messages to other ranks are built; default: where the gradients are.
+        message_device: where messages to other ranks are built; default: where the gradients are.
     """
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        buckets: Sequence[GradBucket],
-        communicator: Communicator,
-        *,
-        cadence: Cadence,
-        overlap: bool,
-        expose: bool,
-        at_boundary: Callable[[], bool],
-        turns: LaunchTurns | None = None,
-        layers_exchange: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        self.turns = turns
-        self._agrees_on_reached = layers_exchange and communicator.size > 1
-        self._device = device
-        self.params = list(params)
-        self.buckets = list(buckets)
-        self.communicator = communicator
-        self.cadence = cadence
-        self.usual_cadence = cadence
+    params: list[nn.Parameter]
+    buckets: list[GradBucket]
+    communicator: Communicator
+    _: KW_ONLY
+    cadence: Cadence
+    overlap: bool
+    expose: bool
+    at_boundary: Callable[[], bool]
+    turns: LaunchTurns | None = None
+    layers_exchange: bool = False
+    message_device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self._agrees_on_reached = self.layers_exchange and self.communicator.size > 1
+        self.usual_cadence = self.cadence
         """The cadence that temporary ones return to: the plan's, or at stage 3 the one that fits the budget of live
         parameters (``factory.cadence``)."""
-        self.overlap = overlap
-        self.expose = expose
-        self.at_boundary = at_boundary
         self.sums_paused = False
         """True between ``pause_sums`` and ``resume_sums``."""
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
@@ -244,7 +236,8 @@ class GradReducer:
         if self._grad_factor != 1.0:
             grad = grad * self._grad_factor  # not in place: several parameters may share one tensor
         if self._progress is Progress.IDLE:
-            self._schedule_flush()
+            # Unannounced: the module was called directly. This is called at the end of the graph task.
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         sums = self._progress is Progress.SUMMING or self._decide()
         filled = self._order.arrive(index, b)
         if self._order.launched[b]:
@@ -254,7 +247,7 @@ class GradReducer:
         if not in_place:
             bucket.accept(position, grad, lasting=not sums)
         if filled and sums and not self._at_end and (self.overlap or not bucket.keep_local):
-            self._order.launch_ready(self.launch if self.turns is None else self.turns.sum_ready)
+            self._order.launch(self.launch if self.turns is None else self.turns.sum_ready, rest=False)
 
     def _decide(self) -> bool:
         """Return whether this backward sums over ranks; decided at its first gradient, or at its end if there is
@@ -280,10 +273,6 @@ class GradReducer:
                 "the engine (engine(...)), or call engine.abandon_update() before this backward to drop them."
             )
         return False
-
-    def _schedule_flush(self) -> None:
-        """Flush at the end of the graph task of an unannounced backward (the module was called directly)."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def pause_sums(self) -> None:
         """Accumulate gradients on this rank only until ``resume_sums``; the next backward after it sums everything."""
@@ -317,17 +306,14 @@ class GradReducer:
         ``param.grad``."""
         self._scale_pending_grads()
         if self._decide():
-            self._reduce_rest()
+            self._launch_rest()
+            for bucket in self.buckets:
+                bucket.collect()
+            if self._sums_late_now():
+                self.reduce_late()
         self._begin()
         if self.expose:
             self._exposed.show(self.params, self.used, self._places)
-
-    def _reduce_rest(self) -> None:
-        self._launch_rest()
-        for bucket in self.buckets:
-            bucket.collect()
-        if self._sums_late_now():
-            self.reduce_late()
 
     def _sums_late_now(self) -> bool:
         """Return whether all ranks sum late gradients at the end of this backward (Note: arrivals). Collective where a
@@ -342,7 +328,7 @@ class GradReducer:
         return bool(any_late.item())
 
     def _launch_rest(self) -> None:
-        self._order.launch_rest(self.launch if self.turns is None else self.turns.sum_ready)
+        self._order.launch(self.launch if self.turns is None else self.turns.sum_ready, rest=True)
         if self.turns is not None:
             self.turns.end_segment()
             for b in self._order:
@@ -373,8 +359,8 @@ class GradReducer:
 
     @property
     def device(self) -> torch.device:
-        if self._device is not None:
-            return self._device
+        if self.message_device is not None:
+            return self.message_device
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def local_sum(self, index: int) -> Tensor | None:

@@ -329,18 +329,14 @@ def build_muon(
             shared[use_muon]["lr"] = rate if rate is not None else lr
     groups = []
     for group in _as_groups(params):
-        for use_muon in (True, False):
-            chosen = [
-                p for p in group["params"] if group.get("use_muon", getattr(p, "use_muon", False)) == use_muon
-            ]
-            by_heads: dict[int | None, list[Tensor]] = {}
-            for param in chosen:
-                heads = getattr(param, "muon_num_heads", None) if per_head_muon and use_muon else None
-                by_heads.setdefault(heads, []).append(param)
-            for heads, params_of in by_heads.items():
-                more = {} if heads is None else {"num_heads": heads}
-                kept = {**shared[use_muon], **group, **more}
-                groups.append({**kept, "params": params_of, "use_muon": use_muon})
+        by_kind: dict[tuple[bool, int | None], list[Tensor]] = {}
+        for param in group["params"]:
+            use_muon = bool(group.get("use_muon", getattr(param, "use_muon", False)))
+            heads = getattr(param, "muon_num_heads", None) if per_head_muon and use_muon else None
+            by_kind.setdefault((use_muon, heads), []).append(param)
+        for (use_muon, heads), chosen in sorted(by_kind.items(), key=lambda kind: not kind[0][0]):
+            more = {} if heads is None else {"num_heads": heads}
+            groups.append({**shared[use_muon], **group, **more, "params": chosen, "use_muon": use_muon})
     return MuonWithAuxAdam(groups)
 
 

@@ -7,7 +7,9 @@ that have a part of it, so that the choice does not depend on how weights are pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,10 +25,7 @@ def columns_of(shape: Sequence[int]) -> int:
     """Return the number of columns to choose from; 0: none, every step updates the whole weight."""
     if len(shape) < 2:
         return 0
-    count = 1
-    for size in shape[1:]:
-        count *= size
-    return count
+    return math.prod(shape[1:])
 
 
 def number_chosen(num_columns: int, topk_ratio: float) -> int:
@@ -34,13 +33,13 @@ def number_chosen(num_columns: int, topk_ratio: float) -> int:
     return min(num_columns, max(1, round(topk_ratio * num_columns)))
 
 
+@dataclass(frozen=True)
 class ColumnChoice:
     """Chooses ``ratio`` of the columns of each weight of ``store``, at least one if it is positive."""
 
-    def __init__(self, store: StateStore, replica_groups: ReplicaGroups, ratio: float) -> None:
-        self.store = store
-        self.replica_groups = replica_groups
-        self.ratio = ratio
+    store: StateStore
+    replica_groups: ReplicaGroups
+    ratio: float
 
     def always_chosen(self, owned: OwnedFragment) -> bool:
         """Return whether all elements of the fragment are always chosen."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -107,10 +106,9 @@ class Speculation:
         job.versions = job.current_versions()
         self._jobs[id(bucket)] = job
         parity = self._parity.get(id(bucket), 0)
-        update = partial(
+        job.done = self._worker.submit(
             self._shadow_copies.update, shadows, grads, options, job.grad_scale, after=arrived, parity=parity
         )
-        job.done = self._worker.submit(update)
 
     def withdraw(self, bucket: GradBucket) -> None:
         """Drop the update of ``bucket``, whose gradients are about to change or be dropped."""

@@ -265,7 +265,7 @@ class ZenFlow:
             if piece.pending is not None and shadow is not None:
                 self._updating.append((piece, shadow))
         if self._updating:
-            update = partial(
+            self._job = self._worker.submit(
                 self._shadow_copies.update,
                 [shadow for _, shadow in self._updating],
                 [piece.pending for piece, _ in self._updating if piece.pending is not None],
@@ -273,7 +273,6 @@ class ZenFlow:
                 1.0,
                 parity=self._parity,
             )
-            self._job = self._worker.submit(update)
 
     def finish(self) -> None:
         """Wait for the host's update and take its results."""

@@ -103,29 +103,25 @@ class StateAccess:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Yield this rank's fragments with their live master weights (key "fp32", 1-D) and optimizer state, except
         state that differs between ranks (``rank_state.py``)."""
-        self.store.settle()
         return self._each(self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Yield the ``shards`` of which this rank is the first holder: among MiCS replicas and, at stage 0, among all
         ranks with the same weights."""
-        self.store.settle()
         return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts_in_norm)
 
     def _each(self, fragments: Iterable[OwnedFragment]) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Yield the fragments with quantized state decoded; values the caller writes are encoded again when it asks
         for the next fragment."""
+        self.store.settle()
+        own = self.store.traits.rank_state
         for owned in fragments:
-            index, tensors = self._shard(owned)
+            tensors = {key: tensor for key, tensor in self._tensors(owned).items() if key not in own}
             shown = {key: tensors[key]._version for key in self.store.traits.coded if key in tensors}
-            yield index, tensors
+            yield self.index_of(owned), tensors
             for key, version in shown.items():
                 if tensors[key]._version != version:
                     self.store.set_value(owned, key, tensors[key])
-
-    def _shard(self, owned: OwnedFragment) -> tuple[ShardIndex, dict[str, Tensor]]:
-        own, tensors = self.store.traits.rank_state, self._tensors(owned)
-        return self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
 
     def cuts(self) -> dict[str, ShardCut]:
         """Return how each parameter is divided among the ranks that share one copy, by name."""
@@ -149,14 +145,7 @@ class StateAccess:
         """Yield the ``shards`` by parameter, joined if stored in several pieces; live if in one piece."""
         self.store.settle()
         for pieces in self._owned.values():
-            states = [self._tensors(owned) for owned in pieces]
-            tensors = states[0]
-            if len(pieces) > 1:
-                numel = pieces[0].fragment.numel
-                tensors = {
-                    key: torch.cat([state[key] for state in states]) if value.shape == (numel,) else value
-                    for key, value in tensors.items()
-                }
+            tensors = _joined(pieces, [self._tensors(owned) for owned in pieces])
             yield replace(self.index_of(pieces[0]), stop=self.index_of(pieces[-1]).stop), tensors
 
     def write_local_states(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -191,8 +180,8 @@ class StateAccess:
         """Yield this rank's optimizer state by parameter, in the optimizer's format; per-element state in one piece."""
         self.store.settle()
         for index, pieces in self._owned.items():
-            state = _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
-            if state is not None:
+            state = _joined(pieces, [self.store.values_of(owned) for owned in pieces])
+            if state:
                 yield self.store.params[index], state
 
     def state_of(self, key: Tensor) -> dict[str, Any] | None:
@@ -203,7 +192,7 @@ class StateAccess:
         if pieces is None:
             pieces = self._owned.get(self._index.get(id(key), -1), [])
         self.store.settle()
-        return _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
+        return _joined(pieces, [self.store.values_of(owned) for owned in pieces]) or None
 
     def name_of(self, param: Tensor) -> str | None:
         """Return the name of a parameter that the engine trains, None for any other."""
@@ -489,9 +478,10 @@ class StateAccess:
                 tensor.view(-1).copy_(flat[start : start + owned.fragment.numel])
 
 
-def _joined_state(pieces: Sequence[OwnedFragment], states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _joined(pieces: Sequence[OwnedFragment], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the states of a parameter's pieces as one, live if there is one piece; empty if any has none."""
     if not states or not all(states):
-        return None
+        return {}
     if len(pieces) == 1:
         return states[0]
     shape = pieces[0].master.shape

@@ -163,8 +163,7 @@ class StateStore:
 
     def values_of(self, owned: OwnedFragment) -> dict[str, Any]:
         """Return the state of a fragment: live, but entries that the optimizer keeps quantized are decoded."""
-        state = self.state_of(owned)
-        return self._decoded(state) if self.traits.coded else state
+        return self._decoded(self.state_of(owned))
 
     def set_value(self, owned: OwnedFragment, key: str, values: Tensor) -> None:
         """Encode and write one quantized entry; see ``values_of``."""
@@ -174,7 +173,7 @@ class StateStore:
 
     def _decoded(self, state: dict[str, Any]) -> dict[str, Any]:
         optimizer: Any = self.optimizer
-        return optimizer.decoded_state(state)
+        return optimizer.decoded_state(state) if self.traits.coded else state
 
     def rebind(self, bucket: ParamBucket) -> None:
         """Find the fragments of a ``bucket`` whose weights have moved, and set the masters from them."""
@@ -216,14 +215,9 @@ class StateStore:
         if self._needs_constructor:
             self.ensure_state()
 
-    def state_or_initial(self, owned: OwnedFragment) -> dict[str, Any]:
-        """Return the state of a fragment, or its initial state, which is not stored."""
-        return self.state_of(owned) or self._initial_state(owned)
-
     def values_or_initial(self, owned: OwnedFragment) -> dict[str, Any]:
-        """Return ``state_or_initial`` with quantized entries decoded."""
-        state = self.state_or_initial(owned)
-        return self._decoded(state) if self.traits.coded else state
+        """Return ``values_of`` a fragment, or those of its initial state, which is not stored."""
+        return self._decoded(self.state_of(owned) or self._initial_state(owned))
 
     def _initial_state(self, owned: OwnedFragment) -> dict[str, Any]:
         return initial_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)

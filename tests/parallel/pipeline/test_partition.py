@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.encoding import describe, pack, rebuild, specs, total_bytes, unpack
+from deepspeed.parallel.pipeline.messages.encoding import Outline, describe
 from deepspeed.parallel.pipeline.module import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipeline.partition import measure_layers, partition, stage_of
 from deepspeed.parallel.pipeline.specs import trained_numel
@@ -81,11 +81,11 @@ def test_messages_keep_everything() -> None:
         "empty": torch.empty(0, 3),
         "last": torch.randn(5, 2).T,
     }
-    words, tensors = describe(value)
-    found = specs(words)
-    packed = pack(tensors, found)
-    assert packed.numel() == total_bytes(found)
-    back = rebuild(words, unpack(packed, found))
+    marks, tensors = describe(value)
+    sent = Outline.of(value, tensors)
+    packed = sent.pack(tensors)
+    assert packed.numel() == sent.nbytes
+    back = Outline.of_words(sent.words()).unpack(packed)
     assert list(back) == list(value) and back["rest"][:5] == value["rest"][:5]
     assert torch.equal(back["hidden"], value["hidden"]) and back["hidden"].requires_grad
     assert torch.equal(back["mask"], value["mask"]) and back["empty"].shape == (0, 3)
@@ -93,7 +93,14 @@ def test_messages_keep_everything() -> None:
     assert torch.equal(back["last"], value["last"]) and back["hidden"].is_leaf
     back["mask"].logical_not_()  # one tensor's versions are not another's
     assert back["hidden"]._version == 0
-    assert describe(value)[0] == words
+    assert describe(value)[0] == marks
+
+
+def test_values_that_compare_as_equal_are_told_apart() -> None:
+    alike = [True, 1, 1.0, "1", (1,), [1], {"1": 1}, 0.0, -0.0, None]
+    marks = [describe(value)[0] for value in alike]
+    assert all(one != two for i, one in enumerate(marks) for two in marks[:i])
+    assert describe({"a": 1, "b": 2})[0] != describe({"b": 2, "a": 1})[0]
 
 
 def test_what_cannot_be_sent() -> None:

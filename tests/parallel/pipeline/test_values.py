@@ -7,11 +7,11 @@ import torch
 
 from deepspeed.parallel.pipeline.messages.values import (
     mean_of,
-    tensors_in,
     to_device,
     without_graph,
     writable,
 )
+from deepspeed.zero.gradients.backward import tensors_in
 
 
 def test_means_of_nests() -> None:

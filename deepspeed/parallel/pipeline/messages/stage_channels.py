@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -28,28 +29,25 @@ from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_o
 _ACTIVATIONS, _GRADIENTS = 1, 2  # tags between pieces 0 and 1; each later pair adds 2
 
 
+@dataclass(eq=False)
 class StageChannels:
     """Creates the ``channels`` of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this
     pipeline. Collective over ``group``, these ranks."""
 
-    def __init__(
-        self,
-        layout: ScheduleLayout,
-        stage: int,
-        ranks: list[int],
-        group: ProcessGroup,
-        device: torch.device,
-        *,
-        may_share_memory: bool,
-    ) -> None:
-        self.layout, self.stage, self.ranks = layout, stage, ranks
-        self.group, self.device = group, device
+    layout: ScheduleLayout
+    stage: int
+    ranks: list[int]
+    group: ProcessGroup
+    device: torch.device
+    may_share_memory: InitVar[bool]
+
+    def __post_init__(self, may_share_memory: bool) -> None:
         self._same_stage: dict[Hashable, SameStageChannel] = {}
         self._local: Mapping[Hashable, NeighbourSender | NeighbourReceiver] = {}
-        if layout.stages > 1 and device.type == "cpu":
-            self._local = connect(group, self._edges(), may_share_memory=may_share_memory)
-        self._groups = {} if device.type == "cpu" else self._groups_of_edges()
-        self.channels = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
+        if self.layout.stages > 1 and self.device.type == "cpu":
+            self._local = connect(self.group, self._edges(), may_share_memory=may_share_memory)
+        self._groups = {} if self.device.type == "cpu" else self._groups_of_edges()
+        self.channels = [self._of_chunk(chunk) for chunk in range(self.layout.chunks)]
 
     def _edges(self) -> list[Edge]:
         """Return the edges between different stages, keyed by tag."""

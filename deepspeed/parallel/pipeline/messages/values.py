@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a nest in sending order."""
-    if isinstance(value, Tensor):
-        return [value]
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return a nest with each leaf of class ``kind`` replaced by what ``change`` returns."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+        return {key: map_leaves(item, kind, change) for key, item in value.items()}
+    return (
+        type(value)(map_leaves(item, kind, change) for item in value)
+        if type(value) in (tuple, list)
+        else value
+    )
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a nest with each tensor replaced by what ``change`` returns."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return type(value)(map_tensors(item, change) for item in value) if type(value) in (tuple, list) else value
+    return map_leaves(value, Tensor, change)
 
 
 def without_graph(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import median
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.schedules import orders
 from deepspeed.parallel.pipeline.schedules.orders import ActionKind, Durations, Order, simulate
-from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
+from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble
 
 AUTO = "auto"
 _SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # phases of "auto", one per batch until an order is chosen
@@ -32,45 +32,30 @@ class ScheduleLayout:
         return f"PipelineModule(chunks={self.chunks}, zigzag={self.zigzag})"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Constraints of an order. ``held``: micro-batches whose activations a stage may hold; 0: as many as 1F1B."""
+def makers(
+    layout: ScheduleLayout, held: int = 0, durations: Durations = orders.TYPICAL
+) -> Mapping[str, Callable[[int], Order]]:
+    """Return the makers of the orders that a layout supports, by value of ``pipeline.schedule``: functions of the
+    number of micro-batches. The first one has no split backwards, if there is such an order. ``held``: micro-batches
+    whose activations a stage may hold; 0: as many as 1F1B."""
+    stages, chunks = layout.stages, layout.chunks
 
-    held: int = 0
-    durations: Durations = orders.TYPICAL
+    def split(micro_batches: int) -> Order:
+        most = (held or stages) * chunks
+        return zero_bubble(
+            stages, micro_batches, chunks, zigzag=layout.zigzag, durations=durations, held=most
+        )
 
-    def chunks(self, layout: ScheduleLayout) -> int:
-        return (self.held or layout.stages) * layout.chunks
+    def whole(micro_batches: int) -> Order:
+        if chunks > 1:
+            return orders.interleaved(stages, micro_batches, chunks)
+        return orders.one_forward_one_backward(stages, micro_batches)
 
-
-def _one_forward_one_backward(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
-    return orders.one_forward_one_backward(layout.stages, micro_batches)
-
-
-def _interleaved(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
-    return orders.interleaved(layout.stages, micro_batches, layout.chunks)
-
-
-def _zero_bubble(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
-    stages, chunks, held = layout.stages, layout.chunks, limits.chunks(layout)
-    if chunks == 1:
-        return zero_bubble(stages, micro_batches, durations=limits.durations, held=held)
-    return zero_bubble_v(
-        stages, micro_batches, chunks, zigzag=layout.zigzag, durations=limits.durations, held=held
-    )
-
-
-Maker = Callable[[ScheduleLayout, int, Limits], Order]
-
-
-def makers(layout: ScheduleLayout) -> Mapping[str, Maker]:
-    """Return the makers of the orders that a layout supports, by value of ``pipeline.schedule``. The first one has no
-    split backwards, if there is such an order."""
     if layout.zigzag:
-        return {"zero-bubble-v": _zero_bubble}
-    if layout.chunks > 1:
-        return {"interleaved": _interleaved, "1f1b": _interleaved, "zero-bubble": _zero_bubble}
-    return {"1f1b": _one_forward_one_backward, "zero-bubble": _zero_bubble}
+        return {"zero-bubble-v": split}
+    if chunks > 1:
+        return {"interleaved": whole, "1f1b": whole, "zero-bubble": split}
+    return {"1f1b": whole, "zero-bubble": split}
 
 
 @dataclass(slots=True)
@@ -128,11 +113,11 @@ class OrderChoice:
         return "zero-bubble" if self.phase in (_SPLIT_WARM, _SPLIT) else self.chosen
 
     def _make(self, name: str, micro_batches: int) -> Order:
-        limits = Limits(self.held)
-        if "zero-bubble" in self._durations:
-            limits = Limits(self.held, _slowest(self._durations["zero-bubble"]))
+        durations = orders.TYPICAL
+        if measured := self._durations.get("zero-bubble"):  # of each stage: the slowest counts
+            durations = Durations(*map(max, zip(*map(astuple, measured), strict=True)))
         try:
-            return makers(self.layout)[name](self.layout, micro_batches, limits)
+            return makers(self.layout, self.held, durations)[name](micro_batches)
         except ValueError as error:
             raise DeepSpeedConfigError(f"pipeline.schedule={self.schedule!r}: {error}") from error
 
@@ -152,14 +137,6 @@ class OrderChoice:
                 (self.chosen, "zero-bubble"),
                 key=lambda name: simulate(self._make(name, micro_batches), self._durations[name]).makespan,
             )
-
-
-def _slowest(durations: Sequence[Durations]) -> Durations:
-    return Durations(
-        max(each.forward for each in durations),
-        max(each.backward for each in durations),
-        max(each.weights for each in durations),
-    )
 
 
 def _exchanged(own: Sequence[float], stage: int, stages: int, device: torch.device) -> list[Durations]:

@@ -11,8 +11,8 @@ that a micro-batch passes through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.base.exceptions import ExplainedError
@@ -206,16 +206,31 @@ def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
     """Return 1F1B: stage ``s`` holds at most ``stages - s`` micro-batches; bubble ``(p - 1) / (m + p - 1)``."""
+    return by_turns(Order("1f1b", micro_batches, ((),) * stages), lambda stage: stages - stage)
+
+
+def by_turns(
+    empty: Order,
+    ahead: Callable[[int], int],
+    action: Callable[[ActionKind, int], Action] = Action,
+) -> Order:
+    """Return the order in which stage ``s`` begins with ``ahead(s)`` forwards; then backwards and the other forwards
+    take turns. If it is split, W lags behind B by as many as the index of the stage. ``empty``: the order without
+    actions; ``action(kind, n)``: the n-th of its kind."""
+    total = empty.micro_batches * empty.chunks
     actions = []
-    for stage in range(stages):
-        ahead = min(stages - stage - 1, micro_batches)
-        own = [Action(ActionKind.FORWARD, number) for number in range(ahead)]
-        for number in range(micro_batches):
-            if number + ahead < micro_batches:
-                own.append(Action(ActionKind.FORWARD, number + ahead))
-            own.append(Action(ActionKind.BACKWARD, number))
-        actions.append(tuple(own))
-    return Order("1f1b", micro_batches, tuple(actions)).check()
+    for stage in range(empty.stages):
+        forwards = [action(ActionKind.FORWARD, number) for number in range(total)]
+        weights = [action(ActionKind.WEIGHTS, number) for number in range(total if empty.split else 0)]
+        first = min(ahead(stage), total)
+        own = forwards[:first]
+        for number in range(total):
+            own.append(action(ActionKind.BACKWARD, number))
+            if number >= stage:
+                own += weights[number - stage : number - stage + 1]
+            own += forwards[first + number : first + number + 1]
+        actions.append((*own, *weights[max(0, total - stage) :]))
+    return replace(empty, actions=tuple(actions)).check()
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1, *, zigzag: bool = False) -> Order:
@@ -236,7 +251,6 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
         raise ValueError(
             f"interleaved 1F1B needs a multiple of {stages} (stages) micro-batches, not {micro_batches}"
         )
-    total = micro_batches * chunks
 
     def action(kind: ActionKind, number: int) -> Action:
         """Return the ``number``-th action of its kind: ``stages`` micro-batches through each chunk in turn."""
@@ -246,13 +260,5 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
             kind, turn * stages + offset, chunk if kind is ActionKind.FORWARD else chunks - 1 - chunk
         )
 
-    actions = []
-    for stage in range(stages):
-        ahead = min(2 * (stages - stage - 1) + (chunks - 1) * stages, total)
-        own = [action(ActionKind.FORWARD, number) for number in range(ahead)]
-        for number in range(total):
-            if number + ahead < total:
-                own.append(action(ActionKind.FORWARD, number + ahead))
-            own.append(action(ActionKind.BACKWARD, number))
-        actions.append(tuple(own))
-    return Order("interleaved", micro_batches, tuple(actions), chunks=chunks).check()
+    empty = Order("interleaved", micro_batches, ((),) * stages, chunks=chunks)
+    return by_turns(empty, lambda stage: 2 * (stages - stage - 1) + (chunks - 1) * stages + 1, action)

@@ -17,6 +17,7 @@ from deepspeed.parallel.pipeline.schedules.orders import (
     ActionKind,
     Durations,
     Order,
+    by_turns,
     ready_time,
     simulate,
     stage_of_position,
@@ -24,60 +25,30 @@ from deepspeed.parallel.pipeline.schedules.orders import (
 
 
 def zero_bubble(
-    stages: int, micro_batches: int, *, durations: Durations = EQUAL, held: int | None = None
-) -> Order:
-    """Return the best zero-bubble order with one chunk per stage.
-
-    ``held``: micro-batches whose activations a stage may hold; default ``stages``, the maximum of 1F1B. With
-    ``2 stages - 1`` no bubble is left between the first B and the last.
-    """
-    limit = stages if held is None else held
-    empty = Order("zero-bubble", micro_batches, ((),) * stages, split=True)
-    found = [_greedy(empty, assumed, limit) for assumed in _assumptions(durations, stages * micro_batches)]
-    if limit >= stages:
-        found.append(_with_lag(stages, micro_batches))
-    return min(found, key=lambda order: simulate(order, durations).makespan)
-
-
-def _with_lag(stages: int, micro_batches: int) -> Order:
-    """Return 1F1B in which W lags behind B by as many micro-batches as the index of the stage (the paper's ZB-H1)."""
-    actions = []
-    for stage in range(stages):
-        ahead, lag = min(stages - stage, micro_batches), stage
-        own = [Action(ActionKind.FORWARD, number) for number in range(ahead)]
-        for number in range(micro_batches):
-            own.append(Action(ActionKind.BACKWARD, number))
-            if number >= lag:
-                own.append(Action(ActionKind.WEIGHTS, number - lag))
-            if number + ahead < micro_batches:
-                own.append(Action(ActionKind.FORWARD, number + ahead))
-        own += [
-            Action(ActionKind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)
-        ]
-        actions.append(tuple(own))
-    return Order("zero-bubble", micro_batches, tuple(actions), split=True).check()
-
-
-def zero_bubble_v(
     stages: int,
     micro_batches: int,
-    chunks: int = 2,
+    chunks: int = 1,
     *,
-    zigzag: bool = True,
+    zigzag: bool = False,
     durations: Durations = EQUAL,
     held: int | None = None,
 ) -> Order:
-    """Return the best zero-bubble order with several chunks per stage, every second one traversed in the opposite
-    direction: with two, the last chunk is on the first stage, so that its backwards start at once. Warm-up is
-    ``chunks`` times shorter. ``zigzag=False``: round-robin. ``held`` counts chunks: 1F1B holds ``chunks stages``.
-    ``durations`` are per chunk."""
+    """Return the best zero-bubble order.
+
+    With several chunks per stage, warm-up is ``chunks`` times shorter. ``zigzag``: every second one is traversed in the
+    opposite direction: with two, the last chunk is on the first stage, so that its backwards start at once; otherwise
+    round-robin. ``durations`` are per chunk.
+
+    ``held``: micro-batches x chunks whose activations a stage may hold; default ``chunks stages``, the maximum of 1F1B.
+    With one chunk and ``2 stages - 1`` no bubble is left between the first B and the last.
+    """
     limit = chunks * stages if held is None else held
     name = "zero-bubble-v" if zigzag else "zero-bubble"
     empty = Order(name, micro_batches, ((),) * stages, chunks, split=True, zigzag=zigzag)
-    found = [
-        _greedy(empty, assumed, limit)
-        for assumed in _assumptions(durations, stages * micro_batches * chunks**2)
-    ]
+    assumptions = _assumptions(durations, stages * micro_batches * chunks**2)
+    found = [_greedy(empty, assumed, limit) for assumed in assumptions]
+    if chunks == 1 and limit >= stages:
+        found.append(by_turns(empty, lambda stage: stages - stage))  # the paper's ZB-H1
     return min(found, key=lambda order: simulate(order, durations).makespan)
 
 
@@ -142,42 +113,37 @@ class _Candidate(NamedTuple):
     action: Action
 
 
+@dataclass
 class _GreedyRun:
     """Event-driven greedy scheduler. A W runs when nothing else is ready, or activations are at their limit.
     ``weights_last``: delay each W infinitesimally, so that anything else possible at that time goes first, also on
     other stages."""
 
-    def __init__(
-        self,
-        empty: Order,
-        durations: Durations,
-        limit: int,
-        ordering: Callable[[Action], tuple[int, ...]],
-        weights_last: bool,
-    ) -> None:
-        self._empty = empty
-        self._durations = durations
-        self._limit = limit
-        self._ordering = ordering
-        self._delay = 1e-9 if weights_last else 0.0
+    empty: Order
+    durations: Durations
+    limit: int
+    ordering: Callable[[Action], tuple[int, ...]]
+    weights_last: bool
+
+    def __post_init__(self) -> None:
         kinds = [
             (kind, chunk)
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-            for chunk in range(empty.chunks)
+            for chunk in range(self.empty.chunks)
         ]
-        self._stages = [_Stage(dict.fromkeys(kinds, 0)) for _ in range(empty.stages)]
+        self._stages = [_Stage(dict.fromkeys(kinds, 0)) for _ in range(self.empty.stages)]
         self._ends: dict[tuple[ActionKind, int, int], float] = {}
 
     def order(self) -> Order | None:
         """Return the order; None if the limit on held micro-batches blocks all stages."""
-        candidates = [self._next(stage) for stage in range(self._empty.stages)]
+        candidates = [self._next(stage) for stage in range(self.empty.stages)]
         while any(stage.busy for stage in self._stages):
             chosen = min((each for each in candidates if each is not None), default=None)
             if chosen is None:
                 return None
             for stage in self._apply(chosen):
                 candidates[stage] = self._next(stage)
-        return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
+        return replace(self.empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
         """Return the stage's best next action with its earliest start time and rank."""
@@ -187,43 +153,45 @@ class _GreedyRun:
             action = Action(kind, micro_batch, chunk)
             ready = self._earliest_start(action, number)
             if ready is not None:
-                start = max(stage.free, ready + self._durations.send if ready else 0.0)
+                start = max(stage.free, ready + self.durations.send if ready else 0.0)
                 rank = 0 if kind is ActionKind.BACKWARD else 1
-                candidates.append(_Candidate(start, rank, number, self._ordering(action), action))
+                candidates.append(_Candidate(start, rank, number, self.ordering(action), action))
         if stage.weights:
-            candidates.append(_Candidate(stage.free + self._delay, 2, number, (0,), stage.weights[0]))
+            candidates.append(
+                _Candidate(stage.free + 1e-9 * self.weights_last, 2, number, (0,), stage.weights[0])
+            )
         return min(candidates, default=None)
 
     def _earliest_start(self, action: Action, number: int) -> float | None:
         """Return the earliest time at which an F or B may start, excluding transfer of its inputs; None: not yet."""
-        empty = self._empty
+        empty = self.empty
         ready = ready_time(action, number, self._ends, empty)
         if action.kind is ActionKind.BACKWARD:
             forward = ActionKind.FORWARD, action.micro_batch, empty.position(action.chunk, number)
             own = self._ends.get(forward)
             return None if ready is None or own is None else max(ready, own)
-        full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self._limit
+        full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self.limit
         return None if full else ready
 
     def _apply(self, chosen: _Candidate) -> Sequence[int]:
         """Apply the chosen action and return the stages whose next action may have changed."""
         stage, action = self._stages[chosen.stage], chosen.action
-        stage.free = chosen.start + self._durations.of(action, split=True)
+        stage.free = chosen.start + self.durations.of(action, split=True)
         stage.done.append(action)
         if action.kind is ActionKind.WEIGHTS:
             stage.weights.popleft()
             stage.held -= 1
             return (chosen.stage,)
         stage.left[action.kind, action.chunk] += 1
-        if action.micro_batch + 1 == self._empty.micro_batches:
+        if action.micro_batch + 1 == self.empty.micro_batches:
             del stage.left[action.kind, action.chunk]
         if action.kind is ActionKind.FORWARD:
             stage.held += 1
         else:
             stage.weights.append(replace(action, kind=ActionKind.WEIGHTS))
-        place = self._empty.position(action.chunk, chosen.stage)
+        place = self.empty.position(action.chunk, chosen.stage)
         self._ends[action.kind, action.micro_batch, place] = stage.free
         after = place + (1 if action.kind is ActionKind.FORWARD else -1)  # the chunk that depends on this one
-        if 0 <= after < self._empty.stages * self._empty.chunks:
-            return chosen.stage, stage_of_position(after, self._empty.stages, self._empty.zigzag)
+        if 0 <= after < self.empty.stages * self.empty.chunks:
+            return chosen.stage, stage_of_position(after, self.empty.stages, self.empty.zigzag)
         return (chosen.stage,)
