@@ -11,7 +11,7 @@ buffers and aliases of tied weights, which the model files hold as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -218,19 +218,6 @@ def _add_padded(
         catalog.add_fragment(
             kind, SavedFragment(ShardIndex(name, whole, (box,), 0, data.numel()), data, source)
         )
-
-
-def of_one_save(
-    read: Callable[[Path], dict[str, Any]], first: FileOfSave
-) -> Callable[[Path], dict[str, Any]]:
-    """Wrap ``read`` to refuse files of another save than the ``first`` model file."""
-
-    def read_checked(path: Path) -> dict[str, Any]:
-        content = read(path)
-        check_save_of(path, content, first)
-        return content
-
-    return read_checked
 
 
 # State shared by parameters --------------------------------------------------------------------------------------
