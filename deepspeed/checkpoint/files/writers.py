@@ -24,14 +24,15 @@ import re
 import shutil
 import sys
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files import locks
 from deepspeed.checkpoint.files.archive_writer import write_errors_at
-from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
+from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
 from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours
 
@@ -155,6 +156,21 @@ class StagedFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+
+
+@contextmanager
+def putting_in_place(staged: StagedFolder, latest: str) -> Iterator[None]:
+    """Publish the staging folder at the end of the block, and its name in the file ``latest``; after an error or
+    Ctrl-C nothing changes."""
+    staged.prepare()
+    try:
+        yield
+    except BaseException:
+        staged.discard()
+        raise
+    staged.commit()
+    replace_file(staged.save_dir / latest, staged.tag.encode())
+    wait_for_flushes()
 
 
 def _remove_abandoned(folder: Path) -> None:
