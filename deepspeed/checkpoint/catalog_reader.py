@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, ParamGroup, SavedFragment
+from deepspeed.checkpoint.catalog import Catalog, CatalogFiles, ParamGroup, SavedFragment
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.file_format import (
     OPTIMIZER_MAP,
@@ -28,7 +28,7 @@ from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
 
-class CatalogReader:
+class CatalogReader(CatalogFiles):
     """Reads our checkpoints: ``catalog`` starts with the first model file's content; ``fetch`` adds fragments of
     other files.
 

@@ -15,7 +15,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -79,7 +79,7 @@ def write_archive(
     if note:
         _append_note(path, note)
     _check_loadable(path, content, compare=not class_names)
-    with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
+    with open(path, "r+b", buffering=0) as file, closing(BlockHasher()) as hasher:
         sink = ArchiveSink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
             _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _HASH_TABLE else tensor)

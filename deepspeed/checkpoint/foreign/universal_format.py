@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog, SavedFragment, param_groups
+from deepspeed.checkpoint.catalog import Catalog, CatalogFiles, SavedFragment, param_groups
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
@@ -48,7 +48,7 @@ def has_only_parameters(folder: Path) -> bool:
 
 
 @dataclass(eq=False)
-class UniversalFiles:
+class UniversalFiles(CatalogFiles):
     """Adds a parameter's tensors to ``catalog`` on fetch. ``shapes``: of trained parameters, from the model files
     (those of tensor-parallel ranks record the shapes of parts). ``first``: the first model file."""
 
@@ -82,9 +82,6 @@ class UniversalFiles:
                 f"{self.folder / lacking[0] / (MASTER + SUFFIX)} is missing ({len(lacking)} of "
                 f"{len(self.shapes)} parameters are): the conversion is incomplete, rerun it"
             )
-
-    def rank_state(self, number: int) -> dict[str, Any] | None:
-        return None
 
 
 def add_universal(
