@@ -105,7 +105,7 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
     def __iter__(self) -> VariableBatchLoader:
         if not self._finished and not self._resuming:  # an abandoned pass
-            self._forget()
+            self.forget_weights()
         super().__iter__()
         return self
 
@@ -119,9 +119,10 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._forget()
+        self.forget_weights()
 
-    def _forget(self) -> None:
+    def forget_weights(self) -> None:
+        """Drop the loss weights of micro-batches that will not be trained."""
         if self.to_train is not None:
             self.to_train.clear()
 
