@@ -61,15 +61,15 @@ def get_ma_status() -> int:
 # --- Moving structures of tensors -----------------------------------------------------------------
 
 
-def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``item`` with ``change`` applied to each leaf; dicts, lists and tuples keep their type."""
     if isinstance(item, dict):
-        changed = {key: _rebuilt(value, change) for key, value in item.items()}
+        changed = {key: rebuilt(value, change) for key, value in item.items()}
         return changed if type(item) is dict else type(item)(changed)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_rebuilt(value, change) for value in item))
+        return type(item)(*(rebuilt(value, change) for value in item))
     if isinstance(item, (list, tuple)):
-        return type(item)(_rebuilt(value, change) for value in item)
+        return type(item)(rebuilt(value, change) for value in item)
     return change(item)
 
 
@@ -86,7 +86,7 @@ def move_to_device(
         wanted = hasattr(leaf, "to") if criterion_func is None else criterion_func(leaf)
         return leaf.to(device) if wanted else leaf
 
-    return _rebuilt(item, moved)
+    return rebuilt(item, moved)
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
