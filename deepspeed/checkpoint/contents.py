@@ -182,7 +182,6 @@ class CheckpointFiles:
         for name in self.sharded_names:
             if name in weights:
                 weights[name] = weights[name].new_empty(0)  # even if it is gathered right now
-        self.weight_names = frozenset(weights)
         buffers = {name: weights[name] for name, _ in module.named_buffers() if name in weights}
         self.buffer_names = list(buffers)
         rest = self._untrained(weights) if self.writes_model_file else []

@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import DAMAGE, NOTE, read_archive, tensor_records
 from deepspeed.checkpoint.files.hashing import BlockHasher, byte_chunks, count_blocks
-from deepspeed.checkpoint.files.round_trip import difference, failing_part, is_plain, readable
+from deepspeed.checkpoint.files.round_trip import difference, failing_part, is_plain, is_strided, readable
 from deepspeed.checkpoint.files.safe_types import allowed_types, reduced, trusts_files
 from deepspeed.checkpoint.names import CHECKSUMS
 
@@ -197,11 +197,8 @@ class _StandInPickle:
     def is_plain(self, value: Any) -> bool:
         """Return whether ``value`` is a plain strided tensor; other kinds pickle as such tensors."""
         return (
-            isinstance(value, Tensor)
-            and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-            and value.layout == torch.strided
-            and not value.is_quantized
-            and value.device.type != "meta"
+            type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+            and is_strided(value)
             and id(value) not in self._made
         )
 

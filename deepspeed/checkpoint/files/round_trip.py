@@ -39,7 +39,7 @@ def is_plain(value: Any, lazy: type) -> bool:
                 ):
                     return False
             elif kind is Tensor or kind is lazy:
-                if item.dtype not in _DTYPES or (kind is Tensor and not _is_strided(item)):
+                if item.dtype not in _DTYPES or (kind is Tensor and not is_strided(item)):
                     return False
             else:
                 parts = _plain_parts(item, kind)
@@ -53,7 +53,8 @@ def is_plain(value: Any, lazy: type) -> bool:
     return True
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor has plain memory of its own: not sparse, quantized or on the meta device."""
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 

@@ -171,9 +171,9 @@ def _add_universal(catalog: Catalog, source: UpstreamFolder) -> None:
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
-    common = read_common(source.path, source.first_file)
+    common = read_common(source)
     catalog.scalars = _scalars(common.get("loss_scaler"))
-    add_universal(catalog, groups, common, source.wanted, source.first_file)
+    add_universal(catalog, source, groups, common)
 
 
 # Stages 1 and 2 --------------------------------------------------------------------------------------------

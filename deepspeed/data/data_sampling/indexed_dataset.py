@@ -214,11 +214,11 @@ class MMapIndexedDatasetBuilder:
         sizes, dtype = np.frombuffer(self._sizes, np.int32), np.dtype(self._dtype)
         with open(index_file, "wb") as file:
             file.write(_MAGIC + _HEADER.pack(1, code(dtype), len(sizes), len(self._doc_idx)))
-            file.write(sizes)
+            file.write(sizes.tobytes())
             start = 0
             for first in range(0, len(sizes), _CHUNK):  # in chunks: there may be a billion positions
                 ends = np.cumsum(sizes[first : first + _CHUNK], dtype=np.int64) * dtype.itemsize + start
-                file.write(np.concatenate(([start], ends[:-1])).astype(np.int64))
+                file.write(np.concatenate(([start], ends[:-1])).astype(np.int64).tobytes())
                 start = int(ends[-1])
             file.write(self._doc_idx)
 

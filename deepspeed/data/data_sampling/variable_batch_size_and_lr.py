@@ -163,7 +163,8 @@ class VariableBatchSizeLR(LRScheduler):
         """Return the current rates, one per group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    get_last_lr = get_lr
+    def get_last_lr(self) -> list[float]:
+        return self.get_lr()
 
     def _scale(self) -> None:
         size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
