@@ -11,7 +11,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.catalog_reader import CatalogReader, check_save
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, malformed_as_errors
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import open_archive, open_states
 from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.foreign.upstream_format import open_upstream
 from deepspeed.checkpoint.foreign.upstream_parts import Order, UpstreamFolder
@@ -40,8 +40,8 @@ def open_checkpoint(
     without, names are those of the unwrapped module. CheckpointError names the file that is missing, damaged or
     foreign.
     """
-    head = open_archive(_head_path(folder))
-    first = _content(head)
+    head = open_states(_head_path(folder))
+    first = head.content
     with malformed_as_errors(folder, first.get(DS_VERSION)):
         if INDEX in first:
             catalog = CatalogReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
@@ -92,8 +92,7 @@ def _open_upstream(
 
 def read_rank_file(catalog: Catalog, name: str) -> dict[str, Any]:
     """Return the content of one rank's small file, fully verified."""
-    archive = open_archive(catalog.folder / name)
-    _content(archive)
+    archive = open_states(catalog.folder / name)
     check_save(FileOfSave(_head_path(catalog.folder), catalog.index.get(names.SAVE)), archive)
     archive.verify_rest([])
     return {key: value for key, value in catalog.renamed(archive.content).items() if key != INDEX}
@@ -139,15 +138,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
-    return _content(open_archive(path))
-
-
-def _content(archive: Archive) -> dict[str, Any]:
-    if not isinstance(archive.content, dict):
-        raise CheckpointError(
-            f"{archive.path} holds a {type(archive.content).__name__}, not the states of a checkpoint"
-        )
-    return archive.content
+    return open_states(path).content
 
 
 def materialize(value: Any) -> Any:

@@ -51,6 +51,14 @@ def open_archive(path: Path) -> Archive:
         raise CheckpointError(_damaged(path, error)) from error
 
 
+def open_states(path: Path, what: str = "the states of a checkpoint") -> Archive:
+    """Return the file as an ``Archive`` whose content is a dict. CheckpointError: it is not ``what``."""
+    archive = open_archive(path)
+    if not isinstance(archive.content, dict):
+        raise CheckpointError(f"{path} holds a {type(archive.content).__name__}, not {what}")
+    return archive
+
+
 DAMAGE = (
     RuntimeError, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, MemoryError,
     zipfile.BadZipFile,

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import Catalog, CatalogFiles, SavedFragment, param_groups
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive, open_states
 from deepspeed.checkpoint.foreign.upstream_parts import UpstreamFolder
 from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of, save_of
@@ -221,9 +221,7 @@ def read_common(source: UpstreamFolder) -> dict[str, Any]:
     path = source.path / FOLDER / COMMON
     if not path.is_file():
         return {}
-    content = open_archive(path).content
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
+    content = open_states(path, "an optimizer's state").content
     check_save_of(path, content, source.first_file)
     return content
 
