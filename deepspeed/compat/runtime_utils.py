@@ -233,11 +233,8 @@ def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
     """Return (sizes, number of ranks, rank, offsets of the shards)."""
     numbers = meta.tolist()
     dims = numbers[0]
-    sizes, (num_parts, rank), partition = (
-        numbers[1 : dims + 1],
-        numbers[dims + 1 : dims + 3],
-        numbers[dims + 3 :],
-    )
+    sizes, partition = numbers[1 : dims + 1], numbers[dims + 3 :]
+    num_parts, rank = numbers[dims + 1 : dims + 3]
     if len(partition) != num_parts + 1 or partition[-1] != math.prod(sizes):
         raise RuntimeError(f"{numbers} does not describe a partitioned tensor")
     return sizes, num_parts, rank, partition

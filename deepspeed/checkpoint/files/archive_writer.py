@@ -139,9 +139,7 @@ def write_errors_at(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}{_space_left(path, error)}"
-        ) from error
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}{_space_left(path)}") from error
 
 
 def _write_structure(path: Path, content: Any, plan: _StandInPickle) -> None:
@@ -389,7 +387,7 @@ def serialize(value: Any) -> bytes:
         return sink.getvalue()
 
 
-def _space_left(path: Path, error: Exception) -> str:
+def _space_left(path: Path) -> str:
     try:
         stat = os.statvfs(path.parent)
     except (OSError, AttributeError):
