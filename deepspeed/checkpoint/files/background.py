@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, FailedElsewhere
-from deepspeed.checkpoint.files.flush import Worker
+from deepspeed.checkpoint.files.flush import WriterThread
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.ranks import Ranks, StoreRanks
 
@@ -27,7 +27,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self.snapshot = Snapshot()
         self._thread_ranks: StoreRanks | None = None
-        self._running: Worker | None = None
+        self._running: WriterThread | None = None
 
     def prepare(self, values: dict[str, Any]) -> None:
         """Allocate host memory in a thread for a later copy of values like ``values``."""
@@ -43,7 +43,7 @@ class BackgroundWriter:
         if self._thread_ranks is None:
             self._thread_ranks = StoreRanks(node_local=ranks.node_local)
         self._thread_ranks.begin()
-        self._running = Worker("checkpoint-save", partial(_save, work, self._thread_ranks))
+        self._running = WriterThread("checkpoint-save", partial(_save, work, self._thread_ranks))
         self._running.start()
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError
 
-_pending: list[Worker] = []
+_pending: list[WriterThread] = []
 
 
 def flush(path: Path) -> None:
@@ -48,7 +48,7 @@ def flush_later(paths: Iterable[Path]) -> None:
 
     An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """
-    queued = Worker("checkpoint-flush", partial(_flush_all, list(paths), after=_pending[-1:]))
+    queued = WriterThread("checkpoint-flush", partial(_flush_all, list(paths), after=_pending[-1:]))
     queued.start()  # before others can wait for it
     _pending.append(queued)
 
@@ -62,7 +62,7 @@ def wait_for_flushes() -> None:
         waiting[0].result()
 
 
-def _flush_all(paths: list[Path], after: list[Worker]) -> None:
+def _flush_all(paths: list[Path], after: list[WriterThread]) -> None:
     while after:
         after.pop().join()
     for path in paths:
@@ -79,7 +79,7 @@ def _flush_all(paths: list[Path], after: list[Worker]) -> None:
             raise failed from error
 
 
-class Worker(threading.Thread):
+class WriterThread(threading.Thread):
     """A thread that runs ``work``. Not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:

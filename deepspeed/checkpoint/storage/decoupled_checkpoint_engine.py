@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
-from deepspeed.checkpoint.files.flush import Worker, flush
+from deepspeed.checkpoint.files.flush import WriterThread, flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.checkpoint.storage.torch_checkpoint_engine import FastCheckpointEngine
@@ -20,7 +20,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
 
     def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
         super().__init__(config_params, dp_writer_config, optimize_dp_state)
-        self._writing: list[Worker] = []
+        self._writing: list[WriterThread] = []
         self._snapshots: list[Snapshot] = []  # one for each file of a checkpoint, in the order of the files
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -28,7 +28,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         if number == len(self._snapshots):
             self._snapshots.append(Snapshot())
         copied = self._snapshots[number].take({path: state_dict})[path]
-        self._writing.append(Worker("checkpoint-file", partial(_write, copied, Path(path))))
+        self._writing.append(WriterThread("checkpoint-file", partial(_write, copied, Path(path))))
         self._writing[-1].start()
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
