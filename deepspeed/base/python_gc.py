@@ -81,10 +81,6 @@ class PythonGCManager:
         if self._engines + self._pauses == 0 and self._was_on:
             gc.enable()
 
-    def collect(self) -> int:
-        """Run a full collection; return the number of collected objects."""
-        return gc.collect()
-
     def _forked(self) -> None:
         self._lock = threading.RLock()  # a thread that does not exist in this process may have held it
         if self._engines + self._pauses and self._was_on:

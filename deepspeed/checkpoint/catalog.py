@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,32 +36,17 @@ class SavedFragment:
         return self.data.as_strided(copy.shape, copy.source_strides, offset)
 
 
-class CatalogFiles(Protocol):
-    """Files of a catalog, opened on demand."""
+class CatalogFiles:
+    """Files of a catalog, opened on demand; this class: those of a catalog that is complete when it is made."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
         """Open the files that hold ``shards`` (None: all files); among replicas, those of file number ``prefer``."""
-        ...
 
     def check_complete(self) -> None:
         """Check that no file is missing, else raise CheckpointNotFoundError with its name."""
-        ...
 
     def rank_state(self, number: int) -> dict[str, Any] | None:
         """Return the RNG states and the data position saved by rank ``number``, or by the last rank if fewer saved."""
-        ...
-
-
-class AllFilesOpen:
-    """The files of a catalog that is complete when it is made."""
-
-    def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Do nothing: all files are open."""
-
-    def check_complete(self) -> None:
-        """Do nothing: the files were checked when they were opened."""
-
-    def rank_state(self, number: int) -> dict[str, Any] | None:
         return None
 
 
@@ -109,7 +94,7 @@ class Catalog:
     model_states: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
-    files: CatalogFiles = field(default_factory=lambda: AllFilesOpen())
+    files: CatalogFiles = field(default_factory=CatalogFiles)
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     has_optimizer: bool = False
 

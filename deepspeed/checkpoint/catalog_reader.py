@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, ParamGroup, SavedFragment
+from deepspeed.checkpoint.catalog import Catalog, CatalogFiles, ParamGroup, SavedFragment
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.file_format import (
     OPTIMIZER_MAP,
@@ -19,7 +19,7 @@ from deepspeed.checkpoint.file_format import (
     unpack_groups,
     unpack_section,
 )
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_states
 from deepspeed.checkpoint.names import DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS, SAVE
 from deepspeed.checkpoint.renaming import WRAPPER, Rename, renamed, renaming
 from deepspeed.checkpoint.save_ids import FileOfSave
@@ -28,7 +28,7 @@ from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
 
-class CatalogReader:
+class CatalogReader(CatalogFiles):
     """Reads our checkpoints: ``catalog`` starts with the first model file's content; ``fetch`` adds fragments of
     other files.
 
@@ -220,9 +220,7 @@ class CatalogReader:
     def _archive(self, name: str) -> Archive:
         """Open a file and verify it, except for large tensors, which are verified as they are read."""
         if name not in self._open:
-            archive = open_archive(self.folder / name)
-            if not isinstance(archive.content, dict):
-                raise CheckpointError(f"{archive.path} does not hold the states of a checkpoint")
+            archive = open_states(self.folder / name)
             check_save(FileOfSave(self.head.path, self.index.get(SAVE)), archive)
             archive.content = self._renamed(archive.content)
             archive.verify_rest(_large_tensors(archive.content))

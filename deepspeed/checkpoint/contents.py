@@ -101,14 +101,6 @@ class StateToSave:
     """``kinds_of_experts`` over all pipeline stages, so that every stage writes the same set of files."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """One rank's report to the others: its input to each shard map, by index key, and hashes of its buffers."""
-
-    map_inputs: dict[str, ShardMapInput]
-    buffer_hashes: list[int]
-
-
 class CheckpointFiles:
     """The content of one rank's checkpoint files, and what ranks exchange to write them.
 
@@ -132,7 +124,10 @@ class CheckpointFiles:
         self.cuts: Mapping[str, ShardCut] = {}
         self._describe(to_save, exclude_frozen)
         self.values = self._values(to_save)
-        # Set by merge_reports:
+        # Set by measure:
+        self.map_inputs: dict[str, ShardMapInput] = {}
+        self.buffer_hashes: list[int] = []
+        # Set by merge:
         self.save_number = new_id()
         self.save: dict[str, Any] = {}
         self.pending = False
@@ -182,7 +177,6 @@ class CheckpointFiles:
         for name in self.sharded_names:
             if name in weights:
                 weights[name] = weights[name].new_empty(0)  # even if it is gathered right now
-        self.weight_names = frozenset(weights)
         buffers = {name: weights[name] for name, _ in module.named_buffers() if name in weights}
         self.buffer_names = list(buffers)
         rest = self._untrained(weights) if self.writes_model_file else []
@@ -271,20 +265,19 @@ class CheckpointFiles:
 
     # Among ranks --------------------------------------------------------------------------------------------
 
-    def report(self) -> RankReport:
-        """Return this rank's report to the others."""
-        hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
-        return RankReport({} if self.node_local else self._map_inputs(), hashes)
-
-    def _map_inputs(self) -> dict[str, ShardMapInput]:
-        """Return this rank's input to each shard map, by index key."""
-        found: dict[str, ShardMapInput] = {}
+    def measure(self) -> None:
+        """Collect what ``merge`` compares between ranks: hashes of the buffers, and the input to each shard map, by
+        index key."""
+        self.buffer_hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
+        if self.node_local:
+            return
         if self.writes_optimizer_files and self.shapes is not None:
-            found[OPTIMIZER_MAP] = self._map_input(self.shapes, self.cuts, self.held_shards)
+            self.map_inputs[OPTIMIZER_MAP] = self._map_input(self.shapes, self.cuts, self.held_shards)
         if self.sharded_weights:
             parts = [(index, ()) for index in self.untrained]
-            found[PARTS_MAP] = self._map_input(self._part_shapes(), self.sharded_weights.cuts(), parts)
-        return found
+            self.map_inputs[PARTS_MAP] = self._map_input(
+                self._part_shapes(), self.sharded_weights.cuts(), parts
+            )
 
     def _map_input(
         self,
@@ -296,7 +289,7 @@ class CheckpointFiles:
         shards_in_file = FileShards.of(shards, names)
         return ShardMapInput(names, list(shapes.values()), known, shards_in_file, self.coordinates.number)
 
-    def merge_reports(self, ranks: Ranks, report: RankReport) -> None:
+    def merge(self, ranks: Ranks) -> None:
         """Agree on the entries of the first file, and find buffers that differ between ranks. Collective.
 
         Only one message grows with the world size: the RNG states that rank 0 receives at stage 0, where other ranks
@@ -306,9 +299,9 @@ class CheckpointFiles:
         self.save = save_entry(number, self.saved_step[0])
         buffers = list(self.values["buffers"])
         if self.coordinates.stages > 1:
-            self._merge_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
+            self._merge_stages(ranks, dict(zip(buffers, self.buffer_hashes, strict=True)))
         elif ranks.agree(buffers):
-            alike = ranks.agree_each(report.buffer_hashes)
+            alike = ranks.agree_each(self.buffer_hashes)
             self.differing = [name for name, same in zip(buffers, alike, strict=True) if not same]
         else:
             self.differing = buffers
@@ -317,9 +310,9 @@ class CheckpointFiles:
             states = ranks.gather_at_writers((self.coordinates.number, dict(self.values["rank_state"])))
             self.rank_states = [state for _, state in sorted(states or (), key=lambda each: each[0])]
         elif self.has_numbered_experts:
-            self._names_of_all(ranks, report.map_inputs)
+            self._names_of_all(ranks)
         elif not self.node_local:
-            for key, own in report.map_inputs.items():
+            for key, own in self.map_inputs.items():
                 self.shard_maps[key] = make_shard_map(own, ranks)
                 self.covered[key] = self._on_all_stages(own.names, ranks)
 
@@ -330,10 +323,10 @@ class CheckpointFiles:
         reports = ranks.gather(list(names) if self.coordinates.dp_rank == 0 else [])
         return list(dict.fromkeys(name for report in reports for name in report))
 
-    def _names_of_all(self, ranks: Ranks, inputs: Mapping[str, ShardMapInput]) -> None:
+    def _names_of_all(self, ranks: Ranks) -> None:
         """Put the parameter names of all ranks into the first file, where ranks hold different experts of one list.
         There is no shard map then: a loader searches the files. Collective."""
-        own = {key: list(each.names) for key, each in inputs.items()}
+        own = {key: list(each.names) for key, each in self.map_inputs.items()}
         reports = ranks.gather_at_writers(
             (self.coordinates.number, own, self.trained, list(self.values["frozen_experts"]))
         )

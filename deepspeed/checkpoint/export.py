@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,12 +38,6 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-@dataclass(slots=True)
-class _Shard:
-    names: list[str] = field(default_factory=list)
-    nbytes: int = 0
-
-
 def save_weights(
     weights: Weights,
     folder: Path,
@@ -69,13 +62,13 @@ def save_weights(
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _shard_names(filename, len(shards))]
     weight_map: dict[str, str] = {}
-    for path, shard in zip(paths, shards, strict=True):
-        content = {name: primary[name] for name in shard.names}
+    for path, names in zip(paths, shards, strict=True):
+        content = {name: primary[name] for name in names}
         inside = {alias: name for alias, name in aliases.items() if name in content}
         _write(path, content, inside, safetensors)
         weight_map.update(dict.fromkeys([*content, *(() if safetensors else inside)], path.name))
     if len(shards) > 1:
-        total = sum(shard.nbytes for shard in shards)
+        total = sum(tensor.nbytes for tensor in primary.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         path = folder / f"{filename}.index.json"
         replace_file(path, (json.dumps(index, indent=2) + "\n").encode())
@@ -149,13 +142,16 @@ def _write(
         written.unlink(missing_ok=True)
 
 
-def _cut(weights: Weights, limit: int | None) -> list[_Shard]:
-    shards = [_Shard()]
+def _cut(weights: Weights, limit: int | None) -> list[list[str]]:
+    """Return the names of each shard's weights."""
+    shards: list[list[str]] = [[]]
+    nbytes = 0
     for name, tensor in weights.items():
-        if limit is not None and shards[-1].names and shards[-1].nbytes + tensor.nbytes > limit:
-            shards.append(_Shard())
-        shards[-1].names.append(name)
-        shards[-1].nbytes += tensor.nbytes
+        if limit is not None and shards[-1] and nbytes + tensor.nbytes > limit:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(name)
+        nbytes += tensor.nbytes
     return shards
 
 

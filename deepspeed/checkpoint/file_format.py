@@ -136,9 +136,8 @@ def pack_groups(groups: Sequence[Mapping[str, Any]], entries: Iterable[ParamEntr
     return {"param_groups": groups, "group_params": names}
 
 
-def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> list[Tensor]:
-    """Add the fragments of one file to ``catalog``, which has the module tensors already. Return the flat tensors
-    that hold them; the section's other tensors are not verified on use."""
+def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> None:
+    """Add the fragments of one file to ``catalog``, which has the module tensors already."""
     indices = [ShardIndex(*entry) for entry in section["shards"]]
     for index in indices:
         catalog.fragments.setdefault(index.name, {})
@@ -157,7 +156,6 @@ def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalo
             catalog.values.setdefault(indices[number].name, {})[packed["kind"]] = value
     for whole in section["wholes"]:
         catalog.values.setdefault(indices[whole["shard"]].name, {})[whole["kind"]] = whole["data"]
-    return [run["data"] for run in section["tensors"]]
 
 
 def unpack_groups(section: Mapping[str, Any]) -> list[ParamGroup]:

@@ -80,11 +80,22 @@ def interval(
         )
     parts = [size // stride for size in sizes]
     total = tuple(sum(sizes) if d == dim else size for d, size in enumerate(shape))
+    return side_by_side(total, dim, [parts] * stride, place, axis=axis)
+
+
+def side_by_side(
+    whole: Sequence[int], dim: int, matrices: Sequence[Sequence[int]], place: int, *, axis: str = "tp"
+) -> Placement:
+    """Return the placement of one rank's parts of several matrices side by side along ``dim``, each split over all
+    ranks. ``matrices``: the extents on all ranks of each; ``place``: this rank's position."""
     boxes: list[Box] = []
-    for number in range(stride):
-        low = number * sum(parts) + sum(parts[:place])
-        boxes.append(tuple((low, low + parts[place]) if d == dim else (0, s) for d, s in enumerate(shape)))
-    return Placement(global_shape=total, boxes=tuple(boxes), split=(axis,))
+    begin = 0
+    for extents in matrices:
+        low = begin + sum(extents[:place])
+        side = (low, low + extents[place])
+        boxes.append(tuple(side if d == dim else (0, size) for d, size in enumerate(whole)))
+        begin += sum(extents)
+    return Placement(global_shape=tuple(whole), boxes=tuple(boxes), split=(axis,))
 
 
 def placement_of(param: Any) -> Placement:

@@ -11,9 +11,10 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.catalog_reader import CatalogReader, check_save
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, malformed_as_errors
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.foreign import upstream_format
+from deepspeed.checkpoint.files.archive_reader import open_archive, open_states
 from deepspeed.checkpoint.foreign.splits import WantedParts
+from deepspeed.checkpoint.foreign.upstream_format import open_upstream
+from deepspeed.checkpoint.foreign.upstream_parts import Order, UpstreamFolder
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.renaming import renamed, renaming
 from deepspeed.checkpoint.save_ids import FileOfSave, save_of
@@ -24,7 +25,7 @@ def open_checkpoint(
     *,
     optimizer: bool = True,
     partial: bool = False,
-    order: upstream_format.Order | None = None,
+    order: Order | None = None,
     wanted: WantedParts | None = None,
     fetch: bool = True,
     own_names: Collection[str] | None = None,
@@ -39,8 +40,8 @@ def open_checkpoint(
     without, names are those of the unwrapped module. CheckpointError names the file that is missing, damaged or
     foreign.
     """
-    head = open_archive(_head_path(folder))
-    first = _content(head)
+    head = open_states(_head_path(folder))
+    first = head.content
     with malformed_as_errors(folder, first.get(DS_VERSION)):
         if INDEX in first:
             catalog = CatalogReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
@@ -72,7 +73,7 @@ def _open_upstream(
     folder: Path,
     first: dict[str, Any],
     optimizer: bool,
-    order: upstream_format.Order | None,
+    order: Order | None,
     wanted: WantedParts | None,
     own_names: Collection[str] | None,
 ) -> Catalog:
@@ -83,24 +84,15 @@ def _open_upstream(
     weights_are_there = first["module"] is not None and not names.has_sharded_weights(models[0].name)
     if not optimizer and weights_are_there:
         optims, order = [], None
-    rename = renaming(first["module"] or (), own_names, "")
-    if rename is None:
-        return upstream_format.open_upstream(folder, models, optims, first, _read_dict, order, wanted)
-    return upstream_format.open_upstream(
-        folder,
-        models,
-        optims,
-        renamed(first, rename),
-        lambda path: renamed(_read_dict(path), rename),
-        order,
-        wanted,
-    )
+    rename, read = renaming(first["module"] or (), own_names, ""), _read_dict
+    if rename is not None:
+        first, read = renamed(first, rename), lambda path: renamed(_read_dict(path), rename)
+    return open_upstream(UpstreamFolder(folder, models, optims, first, read, order, wanted))
 
 
 def read_rank_file(catalog: Catalog, name: str) -> dict[str, Any]:
     """Return the content of one rank's small file, fully verified."""
-    archive = open_archive(catalog.folder / name)
-    _content(archive)
+    archive = open_states(catalog.folder / name)
     check_save(FileOfSave(_head_path(catalog.folder), catalog.index.get(names.SAVE)), archive)
     archive.verify_rest([])
     return {key: value for key, value in catalog.renamed(archive.content).items() if key != INDEX}
@@ -146,15 +138,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
-    return _content(open_archive(path))
-
-
-def _content(archive: Archive) -> dict[str, Any]:
-    if not isinstance(archive.content, dict):
-        raise CheckpointError(
-            f"{archive.path} holds a {type(archive.content).__name__}, not the states of a checkpoint"
-        )
-    return archive.content
+    return open_states(path).content
 
 
 def materialize(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, RankReport, StateToSave
+from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
@@ -63,12 +63,12 @@ def save(
     with ranks.together("writing the checkpoint"):
         wait_for_flushes()
         files = _files_of(to_save, request, ranks)
-        report = files.report()
+        files.measure()
     request = _agree((request.tag, request.coordinates.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
     replaces = request.keep_last == 1  # the only copy after the commit: flush it first, for power failures
     with _discarded_on_errors(folder, ranks):
-        written = _write(files, report, folder, ranks, flushed=replaces)
+        written = _write(files, folder, ranks, flushed=replaces)
         if to_save.write_layers is not None:
             with ranks.together("writing the files of layers"):
                 to_save.write_layers(folder.staging, files.save)
@@ -137,8 +137,8 @@ def _save_copied(
     folder = folder or _prepare_folder(request, ranks)
     with _discarded_on_errors(folder, ranks):
         with ranks.together("writing the checkpoint"):
-            report = copied.report()
-        _write(copied, report, folder, ranks, flushed=True)
+            copied.measure()
+        _write(copied, folder, ranks, flushed=True)
         _commit(folder, request, ranks, flushed=True)
 
 
@@ -207,11 +207,9 @@ def _discarded_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[
         raise
 
 
-def _write(
-    files: CheckpointFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
-) -> list[str]:
+def _write(files: CheckpointFiles, folder: StagedFolder, ranks: Ranks, *, flushed: bool) -> list[str]:
     """Write this rank's files and return their names. Collective."""
-    files.merge_reports(ranks, report)
+    files.merge(ranks)
     contents = files.contents(ranks.rank)
     with ranks.together("writing the checkpoint"):
         for name, content in contents.items():
@@ -222,7 +220,7 @@ def _write(
     return list(contents)
 
 
-def _commit(folder: StagedFolder, request: SaveRequest, ranks: Ranks, *, flushed: bool = False) -> None:
+def _commit(folder: StagedFolder, request: SaveRequest, ranks: Ranks, *, flushed: bool) -> None:
     """Rename the staging folder, write ``latest``, remove older checkpoints. Collective.
 
     ``flushed``: wait until it is on disk before older ones are removed."""

@@ -11,10 +11,11 @@ One file of each checkpoint contains it, in one of two forms:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,14 +183,17 @@ def _kinds_of_all(own: ShardMapInput, ranks: Ranks) -> list[tuple[str, ...]] | N
     ]
 
 
-class ShardMap(Protocol):
-    shapes: dict[str, tuple[int, ...]]
-    kinds: dict[str, tuple[str, ...]]
+class ShardMap:
+    """Shapes and kinds of state of the parameters in a map, by name."""
+
+    def __init__(self, packed: Mapping[str, Any]) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))
+        self.kinds: dict[str, tuple[str, ...]] = dict(zip(packed["names"], packed["kinds"], strict=True))
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
         """Return the numbers of the files that hold all saved parts of ``shard``; among replicas, file ``prefer``,
         else the first. For an empty shard, one file that lists its name."""
-        ...
+        raise NotImplementedError
 
 
 def read_shard_map(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> ShardMap:
@@ -197,14 +201,12 @@ def read_shard_map(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -
     return ComputedShardMap(packed) if "cuts" in packed else ListedShardMap(packed, verify)
 
 
-class ComputedShardMap:
+class ComputedShardMap(ShardMap):
     """The computed form: file numbers by division."""
 
     def __init__(self, packed: Mapping[str, Any]) -> None:
-        names = packed["names"]
-        self.shapes: dict[str, tuple[int, ...]] = dict(zip(names, packed["shapes"], strict=True))
-        self.kinds: dict[str, tuple[str, ...]] = dict(zip(names, packed["kinds"], strict=True))
-        self._cuts = {name: ShardCut(*cut) for name, cut in zip(names, packed["cuts"], strict=True)}
+        super().__init__(packed)
+        self._cuts = {name: ShardCut(*cut) for name, cut in zip(self.shapes, packed["cuts"], strict=True)}
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
         cut = self._cuts.get(shard.name)
@@ -215,12 +217,11 @@ class ComputedShardMap:
         return set(cut.shards(shard.start, shard.stop))
 
 
-class ListedShardMap:
+class ListedShardMap(ShardMap):
     """The listed form: binary search in the rows of all fragments."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))
-        self.kinds: dict[str, tuple[str, ...]] = dict(zip(packed["names"], packed["kinds"], strict=True))
+        super().__init__(packed)
         self._number = {name: number for number, name in enumerate(packed["names"])}
         self._first_rows = packed["first_rows"]
         self._rows = packed["rows"]
@@ -233,7 +234,10 @@ class ListedShardMap:
         edges = self._first_rows[number : number + 2]
         self._verify(edges)
         low, high = edges.tolist()
-        row = self._first_after(low, high, shard.start) if shard.numel else low
+        row = low
+        if shard.numel:  # fragments do not overlap, so their ends are sorted
+            rows = range(low, high)
+            row += bisect_right(rows, shard.start, key=lambda number: self._row(number)[STOP])
         found: dict[tuple[int, int], int] = {}
         while row < high:
             _, start, stop, file = self._row(row)
@@ -245,17 +249,6 @@ class ListedShardMap:
                 return {prefer}
             row += 1
         return set(found.values()) if shard.numel else set(list(found.values())[:1])
-
-    def _first_after(self, low: int, high: int, start: int) -> int:
-        """Return the first row whose fragment ends after ``start``: fragments do not overlap, so their ends are
-        sorted."""
-        while low < high:
-            middle = (low + high) // 2
-            if self._row(middle)[STOP] > start:
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
     def _row(self, row: int) -> list[int]:
         entry = self._rows[row]

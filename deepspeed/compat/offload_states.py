@@ -1,4 +1,4 @@
-"""Documented path of ``get_state_devices`` and of helpers that move an optimizer's state."""
+"""Documented path of ``get_state_devices`` and of helpers that move Adam's state."""
 
 from __future__ import annotations
 
@@ -22,42 +22,21 @@ def offload_adam_states(
 ) -> None:
     """Move Adam's moments to ``device``; to pinned memory if ``pin_memory``, ``device`` is the host and there is a
     GPU."""
-    _move(optimizer, _MOMENTS, device, pin_memory, non_blocking)
+    _move(optimizer, device, pin_memory, non_blocking)
 
 
 def reload_adam_states(optimizer: Any, device: torch.device | str, non_blocking: bool = False) -> None:
-    _move(optimizer, _MOMENTS, device, False, non_blocking)
-
-
-def offload_optimizer_states(
-    optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
-) -> None:
-    """Move every per-element tensor of an optimizer's state to ``device``, as ``offload_adam_states`` does."""
-    _move(optimizer, None, device, pin_memory, non_blocking)
-
-
-def reload_optimizer_states(optimizer: Any, device: torch.device | str, non_blocking: bool = False) -> None:
-    _move(optimizer, None, device, False, non_blocking)
+    _move(optimizer, device, non_blocking=non_blocking)
 
 
 def _move(
-    optimizer: Any, keys: tuple[str, ...] | None, device: torch.device | str, pin: bool, non_blocking: bool
+    optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
-    """Move state tensors in place, so that every reference to them sees the move."""
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            wanted = key in keys if keys is not None else _per_element(param, value)
-            if wanted and isinstance(value, Tensor):
-                value.data = _moved(value.data, torch.device(device), pin, non_blocking)
-
-
-def _per_element(param: Any, value: Any) -> bool:
-    return (
-        isinstance(param, Tensor)
-        and isinstance(value, Tensor)
-        and value.shape == param.shape
-        and value.dim() > 0
-    )
+    """Move the moments in place, so that every reference to them sees the move."""
+    for state in optimizer.state.values():
+        for key in _MOMENTS:
+            if isinstance(value := state.get(key), Tensor):
+                value.data = _moved(value.data, torch.device(device), pin_memory, non_blocking)
 
 
 def _moved(value: Tensor, device: torch.device, pin: bool, non_blocking: bool) -> Tensor:

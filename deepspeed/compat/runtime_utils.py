@@ -61,15 +61,15 @@ def get_ma_status() -> int:
 # --- Moving structures of tensors -----------------------------------------------------------------
 
 
-def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``item`` with ``change`` applied to each leaf; dicts, lists and tuples keep their type."""
     if isinstance(item, dict):
-        changed = {key: _rebuilt(value, change) for key, value in item.items()}
+        changed = {key: rebuilt(value, change) for key, value in item.items()}
         return changed if type(item) is dict else type(item)(changed)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_rebuilt(value, change) for value in item))
+        return type(item)(*(rebuilt(value, change) for value in item))
     if isinstance(item, (list, tuple)):
-        return type(item)(_rebuilt(value, change) for value in item)
+        return type(item)(rebuilt(value, change) for value in item)
     return change(item)
 
 
@@ -86,7 +86,7 @@ def move_to_device(
         wanted = hasattr(leaf, "to") if criterion_func is None else criterion_func(leaf)
         return leaf.to(device) if wanted else leaf
 
-    return _rebuilt(item, moved)
+    return rebuilt(item, moved)
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
@@ -233,11 +233,8 @@ def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
     """Return (sizes, number of ranks, rank, offsets of the shards)."""
     numbers = meta.tolist()
     dims = numbers[0]
-    sizes, (num_parts, rank), partition = (
-        numbers[1 : dims + 1],
-        numbers[dims + 1 : dims + 3],
-        numbers[dims + 3 :],
-    )
+    sizes, partition = numbers[1 : dims + 1], numbers[dims + 3 :]
+    num_parts, rank = numbers[dims + 1 : dims + 3]
     if len(partition) != num_parts + 1 or partition[-1] != math.prod(sizes):
         raise RuntimeError(f"{numbers} does not describe a partitioned tensor")
     return sizes, num_parts, rank, partition

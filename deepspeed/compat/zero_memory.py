@@ -112,14 +112,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the stage-2 table for a number of parameters, one row per offload option."""
-    _print_header(f"Model with {_millions(total_params)} total params.", num_gpus_per_node, num_nodes)
     rows = []
     for offload in (True, False):
         host, gpu = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
         rows.append((host, gpu, f"offload_optimizer={_device(offload)}"))
-    _print_rows(rows)
+    model = f"Model with {_millions(total_params)} total params."
+    _print_table(model, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -147,12 +147,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the stage-3 table for numbers of parameters, one row per offload and ``zero_init`` option."""
-    _print_header(
-        f"Model with {_millions(total_params)} total params, "
-        f"{_millions(largest_layer_params)} largest layer params.",
-        num_gpus_per_node,
-        num_nodes,
-    )
     rows = []
     for optimizer, params in _STAGE_3_ROWS:
         for zero_init in (True, False):
@@ -167,7 +161,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 additional_buffer_factor,
             )
             rows.append((host, gpu, _stage_3_options(optimizer, params, zero_init)))
-    _print_rows(rows)
+    layers = f"{_millions(largest_layer_params)} largest layer params"
+    model = f"Model with {_millions(total_params)} total params, {layers}."
+    _print_table(model, num_gpus_per_node, num_nodes, rows)
 
 
 def _stage_3_options(optimizer: bool, params: bool, zero_init: bool) -> str:
@@ -211,13 +207,14 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.0f}M"
 
 
-def _print_header(model: str, gpus: int, nodes: int) -> None:
+def _print_table(model: str, gpus: int, nodes: int, rows: Iterable[tuple[int, int, str]]) -> None:
     print(
         "Estimated memory needed for params, optim states and gradients for a:\n"
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node.\n"
         f"SW: {model}\n"
         "  per CPU  |  per GPU |   Options"
     )
+    _print_rows(rows)
 
 
 def _print_rows(rows: Iterable[tuple[int, int, str]], file: Any = None) -> None:

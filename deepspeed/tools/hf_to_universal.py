@@ -22,12 +22,12 @@ from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_writer import write_errors_at
-from deepspeed.checkpoint.files.writers import StagedFolder
+from deepspeed.checkpoint.files.writers import StagedFolder, putting_in_place
 from deepspeed.checkpoint.foreign.hub_weights import converted_tensors, model_described_in
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
-from deepspeed.checkpoint.foreign.universal_export import putting_in_place, write_value
+from deepspeed.checkpoint.foreign.universal_export import write_value
 from deepspeed.checkpoint.foreign.universal_format import FOLDER
-from deepspeed.checkpoint.names import SAVED_BY
+from deepspeed.checkpoint.names import LATEST_UNIVERSAL, SAVED_BY
 from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.checkpoint.state import MASTER
 
@@ -46,7 +46,7 @@ def convert(
     """
     source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
     staged = StagedFolder(target.parent, target.name, exclusive=False)
-    with putting_in_place(staged):
+    with putting_in_place(staged, LATEST_UNIVERSAL):
         _write(source, Path(hf_checkpoint_dir), staged.staging / FOLDER)
     return staged.final
 

@@ -173,63 +173,6 @@ def test_files_of_others_stay(tmp_path):
     assert names(tmp_path) == [*before, "a"]
 
 
-def make_staging(folder: Path, name: str, *files: str, age_s: float = 4000) -> Path:
-    """A staging folder as a release without locks leaves it."""
-    staging = folder / name
-    staging.mkdir(parents=True)
-    for each in files:
-        (staging / each).write_text("half")
-    for path in (*staging.iterdir(), staging):
-        os.utime(path, (time.time() - age_s,) * 2)
-    return staging
-
-
-@pytest.mark.parametrize(
-    ("tag", "name", "next_tag"),
-    [
-        ("a", ".a.tmp", "b"),
-        ("v1.0", ".v1.0.77-0123456789ab.tmp", "a"),
-        ("epoch1/a", "epoch1/.a.tmp", "epoch2/b"),
-    ],
-)
-def test_what_an_earlier_release_left_goes_at_the_next_save(tmp_path, tag, name, next_tag):
-    """It had no locks: the age and the content tell. A checkpoint that was moved away gets its name back."""
-    save(tmp_path, tag)
-    (tmp_path / tag / "tokenizer.json").write_text("mine")
-    final = tmp_path / tag
-    final.rename(final.parent / f".{final.name}.old")
-    staging = make_staging(tmp_path, name, NAME)
-    save(tmp_path, next_tag)
-    assert not [path for path in staging.parent.iterdir() if path.name[0] == "."]
-    assert (tmp_path / tag / NAME).read_text() == tag
-
-    make_staging(tmp_path, name, NAME, "tokenizer.json")  # carried over: killed shortly before the end
-    save(tmp_path, next_tag)
-    assert not staging.exists() and (tmp_path / tag / "tokenizer.json").read_text() == "mine"
-
-
-def test_what_stays_in_staging_folders_without_a_lock(tmp_path):
-    kept = [
-        make_staging(tmp_path, ".young.tmp", NAME, age_s=3000),  # its save may be going on
-        make_staging(tmp_path, ".empty.tmp"),
-        make_staging(tmp_path, ".notes.tmp", "notes.txt"),
-        make_staging(tmp_path, ".mixed.tmp", NAME, "notes.txt"),
-        make_staging(tmp_path, ".other", NAME),
-        make_staging(tmp_path, "a.tmp", NAME),
-        make_staging(tmp_path, "elsewhere/.a.tmp", NAME),
-    ]
-    (tmp_path / ".link.tmp").symlink_to(kept[-1])
-    with another_job(tmp_path, "live"):
-        for path in (tmp_path / ".live.tmp" / NAME, tmp_path / ".live.tmp"):  # slow: its lock tells
-            os.utime(path, (time.time() - 4000,) * 2)
-        save(tmp_path, "next")
-        assert (tmp_path / ".live.tmp" / NAME).exists()
-    assert all(path.is_dir() for path in (*kept, tmp_path / ".link.tmp"))
-    assert not [
-        path for path in tmp_path.iterdir() if path.name.endswith(".lock") and "live" not in path.name
-    ]
-
-
 def test_small_files_and_removed_folders_of_killed_saves(tmp_path):
     old, new = tmp_path / ".latest.7-0123456789ab.tmp", tmp_path / ".latest.8-0123456789ab.tmp"
     for path in (old, new):

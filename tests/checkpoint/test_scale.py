@@ -195,8 +195,7 @@ def loaded_by(folder: Path, stage: int, rank: int, world: int) -> tuple[set[str]
     for _, tensors in state.held:
         for kind in KINDS:
             tensors[kind].fill_(-1)
-    targets = ("deepspeed.checkpoint.reader.open_archive", "deepspeed.checkpoint.catalog_reader.open_archive")
-    with mock.patch(targets[0], opening), mock.patch(targets[1], opening), fake_rank(rank, world):
+    with mock.patch.object(archives, "open_archive", opening), fake_rank(rank, world):
         catalog = open_checkpoint(folder / "t", fetch=False)
         restorer = Restorer(catalog, net, state, strict=True)
         catalog.files.fetch(restorer.needed_shards(masters=True, optimizer=True), prefer=rank)

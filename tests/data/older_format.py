@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed.data.data_sampling.indexed_dataset import IndexedDataset, code, write_longs
+from deepspeed.data.data_sampling.indexed_dataset import IndexedDataset, code
 
 
 class IndexedDatasetBuilder:
@@ -46,4 +46,4 @@ class IndexedDatasetBuilder:
             stream.write(struct.pack("<QQQ", 1, code(self.dtype), self.element_size))
             stream.write(struct.pack("<QQQ", len(self.data_offsets) - 1, len(self.sizes), len(self.doc_idx)))
             for numbers in (self.dim_offsets, self.data_offsets, self.sizes, self.doc_idx):
-                write_longs(stream, numbers)
+                stream.write(np.asarray(list(numbers), dtype=np.int64).tobytes())

@@ -19,11 +19,6 @@ import torch
 OP_BUILDER_PACKAGE = "deepspeed.ops.op_builder"
 
 
-def _check_host(device: Any) -> None:
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"device={device!r}: only host memory can be pinned; pass device='cpu'")
-
-
 def _tensor_constructor(dtype: torch.dtype) -> property:
     return property(lambda accelerator: accelerator._tensor_type(dtype))
 

@@ -94,10 +94,6 @@ class MPS_Accelerator(TorchDevice_Accelerator):
     def manual_seed_all(self, seed: int) -> None:
         self._runtime.manual_seed(seed)
 
-    def seed(self) -> None:
-        """Seed the generator randomly."""
-        self._runtime.seed()
-
     def initial_seed(self) -> int:
         return self.default_generator(0).initial_seed()
 
@@ -123,10 +119,6 @@ class MPS_Accelerator(TorchDevice_Accelerator):
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return self._runtime.current_allocated_memory()
-
-    def set_per_process_memory_fraction(self, fraction: float) -> None:
-        """Limit torch to this fraction of the device's recommended memory."""
-        self._runtime.set_per_process_memory_fraction(fraction)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         return self._runtime.driver_allocated_memory()

@@ -9,6 +9,7 @@ import io
 import json
 import pickle
 import re
+import struct
 import zipfile
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -51,9 +52,17 @@ def open_archive(path: Path) -> Archive:
         raise CheckpointError(_damaged(path, error)) from error
 
 
+def open_states(path: Path, what: str = "the states of a checkpoint") -> Archive:
+    """Return the file as an ``Archive`` whose content is a dict. CheckpointError: it is not ``what``."""
+    archive = open_archive(path)
+    if not isinstance(archive.content, dict):
+        raise CheckpointError(f"{path} holds a {type(archive.content).__name__}, not {what}")
+    return archive
+
+
 DAMAGE = (
     RuntimeError, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, MemoryError,
-    zipfile.BadZipFile,
+    zipfile.BadZipFile, struct.error,
 )  # fmt: skip
 """Exceptions that reading a damaged file may raise."""
 
@@ -171,7 +180,7 @@ def deserialize(content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trusts_files())
 
 
-_LOCAL_HEADER_BYTES = 30
+_LOCAL_HEADER = struct.Struct("<26xHH")  # ends with the lengths of the name and of the extra field
 
 
 def tensor_records(path: Path) -> dict[int, tuple[int, int]]:
@@ -182,15 +191,8 @@ def tensor_records(path: Path) -> dict[int, tuple[int, int]]:
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data") and number.isdigit():
                 file.seek(info.header_offset)
-                header = file.read(_LOCAL_HEADER_BYTES)
-                name_bytes, extra_bytes = (
-                    int.from_bytes(header[26:28], "little"),
-                    int.from_bytes(header[28:], "little"),
-                )
-                found[int(number)] = (
-                    info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes,
-                    info.file_size,
-                )
+                lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                found[int(number)] = (file.tell() + sum(lengths), info.file_size)
     return found
 
 

@@ -15,7 +15,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import DAMAGE, NOTE, read_archive, tensor_records
 from deepspeed.checkpoint.files.hashing import BlockHasher, byte_chunks, count_blocks
-from deepspeed.checkpoint.files.round_trip import difference, failing_part, is_plain, readable
+from deepspeed.checkpoint.files.round_trip import difference, failing_part, is_plain, is_strided, readable
 from deepspeed.checkpoint.files.safe_types import allowed_types, reduced, trusts_files
 from deepspeed.checkpoint.names import CHECKSUMS
 
@@ -79,7 +79,7 @@ def write_archive(
     if note:
         _append_note(path, note)
     _check_loadable(path, content, compare=not class_names)
-    with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
+    with open(path, "r+b", buffering=0) as file, closing(BlockHasher()) as hasher:
         sink = ArchiveSink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
             _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _HASH_TABLE else tensor)
@@ -139,9 +139,7 @@ def write_errors_at(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}{_space_left(path, error)}"
-        ) from error
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}{_space_left(path)}") from error
 
 
 def _write_structure(path: Path, content: Any, plan: _StandInPickle) -> None:
@@ -197,11 +195,8 @@ class _StandInPickle:
     def is_plain(self, value: Any) -> bool:
         """Return whether ``value`` is a plain strided tensor; other kinds pickle as such tensors."""
         return (
-            isinstance(value, Tensor)
-            and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-            and value.layout == torch.strided
-            and not value.is_quantized
-            and value.device.type != "meta"
+            type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+            and is_strided(value)
             and id(value) not in self._made
         )
 
@@ -392,7 +387,7 @@ def serialize(value: Any) -> bytes:
         return sink.getvalue()
 
 
-def _space_left(path: Path, error: Exception) -> str:
+def _space_left(path: Path) -> str:
     try:
         stat = os.statvfs(path.parent)
     except (OSError, AttributeError):

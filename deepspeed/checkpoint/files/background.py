@@ -9,13 +9,14 @@ place; if a rank fails, the previous one stays.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, FailedElsewhere
+from deepspeed.checkpoint.files.flush import WriterThread
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.ranks import Ranks, StoreRanks
 
@@ -26,7 +27,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self.snapshot = Snapshot()
         self._thread_ranks: StoreRanks | None = None
-        self._running: _Save | None = None
+        self._running: WriterThread | None = None
 
     def prepare(self, values: dict[str, Any]) -> None:
         """Allocate host memory in a thread for a later copy of values like ``values``."""
@@ -42,7 +43,7 @@ class BackgroundWriter:
         if self._thread_ranks is None:
             self._thread_ranks = StoreRanks(node_local=ranks.node_local)
         self._thread_ranks.begin()
-        self._running = _Save(work, self._thread_ranks)
+        self._running = WriterThread("checkpoint-save", partial(_save, work, self._thread_ranks))
         self._running.start()
 
     def wait(self) -> None:
@@ -52,11 +53,8 @@ class BackgroundWriter:
             CheckpointError: it could not be written; the previous one is untouched.
         """
         running, self._running = self._running, None
-        if running is None:
-            return
-        running.join()
-        if running.error is not None:
-            raise running.error
+        if running is not None:
+            running.result()
 
     def close(self) -> None:
         """Call ``wait``, and free the memory of the copy."""
@@ -66,26 +64,17 @@ class BackgroundWriter:
             self.snapshot.release()
 
 
-class _Save(threading.Thread):
-    """The thread of one save. Not a daemon: the interpreter waits for it at exit."""
-
-    def __init__(self, work: Callable[[Ranks], None], ranks: StoreRanks) -> None:
-        super().__init__(name="checkpoint-save", daemon=False)
-        self._work: Callable[[Ranks], None] | None = work
-        self._ranks = ranks
-        self.error: CheckpointError | None = None
-
-    def run(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None
-        try:
-            work(self._ranks)
-        except Exception as error:  # any error must reach the training thread
-            own = isinstance(error, CheckpointError)
-            self.error = error if own else CheckpointError(f"{type(error).__name__}: {error}")
-            if self._ranks.keeps_folder or not isinstance(error, FailedElsewhere):
-                logger.error(f"saving a checkpoint failed: {self.error}")
-        self._ranks.end()
+def _save(work: Callable[[Ranks], None], ranks: StoreRanks) -> None:
+    try:
+        work(ranks)
+    except Exception as error:
+        own = isinstance(error, CheckpointError)
+        failed = error if own else CheckpointError(f"{type(error).__name__}: {error}")
+        if ranks.keeps_folder or not isinstance(error, FailedElsewhere):
+            logger.error(f"saving a checkpoint failed: {failed}")
+        raise failed from error.__cause__
+    finally:
+        ranks.end()
 
 
 def remove_older(

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError
 
-_pending: list[_Flush] = []
+_pending: list[WriterThread] = []
 
 
 def flush(path: Path) -> None:
@@ -47,7 +48,7 @@ def flush_later(paths: Iterable[Path]) -> None:
 
     An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """
-    queued = _Flush(list(paths), after=_pending[-1:])
+    queued = WriterThread("checkpoint-flush", partial(_flush_all, list(paths), after=_pending[-1:]))
     queued.start()  # before others can wait for it
     _pending.append(queued)
 
@@ -55,36 +56,50 @@ def flush_later(paths: Iterable[Path]) -> None:
 def wait_for_flushes() -> None:
     """Return when all queued files are on disk. CheckpointError: a flush failed."""
     while waiting := list(_pending):  # another thread may wait as well
-        done = waiting[0]
-        done.join()
+        waiting[0].join()
         with suppress(ValueError):
-            _pending.remove(done)
-        if done.error is not None:
-            raise done.error
+            _pending.remove(waiting[0])
+        waiting[0].result()
 
 
-class _Flush(threading.Thread):
-    def __init__(self, paths: list[Path], after: list[_Flush]) -> None:
-        super().__init__(name="checkpoint-flush", daemon=False)
-        self.paths = paths
-        self.after = after
-        self.error: CheckpointError | None = None
+def _flush_all(paths: list[Path], after: list[WriterThread]) -> None:
+    while after:
+        after.pop().join()
+    for path in paths:
+        try:
+            with suppress(FileNotFoundError):  # the client may have rotated its checkpoints
+                flush(path)
+                flush_names(path.parent)
+        except OSError as error:
+            failed = CheckpointError(
+                f"{path} was written, but flushing it to disk failed ({error.strerror or error}): it "
+                "may not survive a power failure. Free space or use another disk, and save again"
+            )
+            logger.error(failed)
+            raise failed from error
+
+
+class WriterThread(threading.Thread):
+    """A thread that runs ``work``. Not a daemon: the interpreter waits for it at exit."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=False)
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
 
     def run(self) -> None:
-        while self.after:
-            self.after.pop().join()
-        for path in self.paths:
-            try:
-                with suppress(FileNotFoundError):  # the client may have rotated its checkpoints
-                    flush(path)
-                    flush_names(path.parent)
-            except OSError as error:
-                self.error = CheckpointError(
-                    f"{path} was written, but flushing it to disk failed ({error.strerror or error}): it "
-                    "may not survive a power failure. Free space or use another disk, and save again"
-                )
-                logger.error(self.error)
-                return
+        work, self._work = self._work, None  # what it holds is freed with it
+        assert work is not None
+        try:
+            work()
+        except Exception as error:  # any error must reach the thread that waits
+            self._error = error
+
+    def result(self) -> None:
+        """Wait for the work, and raise its exception."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 if hasattr(os, "register_at_fork"):

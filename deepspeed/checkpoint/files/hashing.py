@@ -11,7 +11,6 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def hash_blocks(data: np.ndarray) -> np.ndarray:
 class BlockHasher:
     """Hashes bytes that arrive in chunks of any size, in a separate thread while the caller writes them.
 
-    ``with BlockHasher() as hasher``; a chunk passed to ``add`` must stay unchanged until the next call.
+    A chunk passed to ``add`` must stay unchanged until the next call.
     """
 
     def __init__(self) -> None:
@@ -95,12 +94,8 @@ class BlockHasher:
         self._done.append(self._crc)
         self._crc = self._filled = 0
 
-    def __enter__(self) -> BlockHasher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the thread."""
         if self._pool is not None:
             self._pool.shutdown()
 

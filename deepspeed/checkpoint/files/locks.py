@@ -61,11 +61,6 @@ class SaveLock:
         if file is not None:
             _own[_identity(os.fstat(file.fileno()))] = self
 
-    @property
-    def is_locked(self) -> bool:
-        """Return whether the file is locked: False on a file system without locks."""
-        return self._file is not None
-
     def release(self) -> None:
         """Remove the file and drop the lock."""
         self._end(remove=True)
@@ -104,13 +99,6 @@ def acquire(path: Path, folder: Path) -> SaveLock:
                 "once. Give each job its own save_dir or tags, or stop the other job"
             )
         time.sleep(_PATIENCE / 20)
-
-
-def try_acquire(path: Path) -> SaveLock | None:
-    """Lock the file ``path``, created if needed; None if another save holds it, or locks are unsupported."""
-    with _guard:
-        found = _try(path)
-    return found if isinstance(found, SaveLock) and found.is_locked else None
 
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:

@@ -39,7 +39,7 @@ def is_plain(value: Any, lazy: type) -> bool:
                 ):
                     return False
             elif kind is Tensor or kind is lazy:
-                if item.dtype not in _DTYPES or (kind is Tensor and not _is_strided(item)):
+                if item.dtype not in _DTYPES or (kind is Tensor and not is_strided(item)):
                     return False
             else:
                 parts = _plain_parts(item, kind)
@@ -53,7 +53,8 @@ def is_plain(value: Any, lazy: type) -> bool:
     return True
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor has plain memory of its own: not sparse, quantized or on the meta device."""
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
@@ -65,12 +66,6 @@ def _plain_parts(value: Any, kind: type) -> Iterable[Any] | None:
         attributes = vars(value) if kind is OrderedDict else {}  # a state dict keeps its metadata there
         return chain(value, value.values(), (attributes,) if attributes else ())
     return None
-
-
-def difference(saved: Any, loaded: Any, lazy: type) -> tuple[str, str] | None:
-    """Return the key path and a description of the first difference between ``saved`` and ``loaded``, types included;
-    None if equal. Tensor values are not compared; a ``lazy`` one loads as a tensor."""
-    return _Comparison(lazy).compare(saved, loaded, "")
 
 
 def failing_part(content: Any, fails: Callable[[Any], bool]) -> str:
@@ -109,61 +104,57 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in vars(value).items())
 
 
-class _Comparison:
-    def __init__(self, lazy: type) -> None:
-        self.lazy = lazy
-        self.seen: set[tuple[int, int]] = set()
+def difference(
+    saved: Any, loaded: Any, lazy: type, path: str = "", seen: set[tuple[int, int]] | None = None
+) -> tuple[str, str] | None:
+    """Return the key path and a description of the first difference between ``saved`` and ``loaded``, types included;
+    None if equal. Tensor values are not compared; a ``lazy`` one loads as a tensor.
 
-    def compare(self, saved: Any, loaded: Any, path: str) -> tuple[str, str] | None:
-        if isinstance(saved, (self.lazy, Tensor)):
-            return self._tensors(saved, loaded, path)
-        if isinstance(saved, (torch.UntypedStorage, torch.TypedStorage)):
-            return path, "is a bare storage; save tensors instead"
-        if type(saved) is not type(loaded):
-            return path, f"is a {_name(saved)} and would load as a {_name(loaded)}"
-        if saved is loaded or (id(saved), id(loaded)) in self.seen:
-            return None
-        self.seen.add((id(saved), id(loaded)))
-        if not self._has_parts(saved):
-            return (
-                None
-                if _equal(saved, loaded)
-                else (path, f"is {saved!r:.200} and would load as {loaded!r:.200}")
-            )
-        if is_plain(saved, self.lazy):
-            return None
-        own, found = list(_children(saved)), list(_children(loaded))
-        if len(own) != len(found) or getattr(saved, "maxlen", None) != getattr(loaded, "maxlen", None):
-            return path, f"has {len(own)} items, but only {len(found)} would be loaded"
-        for (step, part), (_, other) in zip(own, found, strict=True):
-            problem = self.compare(part, other, path + step)
-            if problem is not None:
-                return problem
+    ``path``: of the two in what is compared; ``seen``: pairs that are being compared, for cycles.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(saved, (lazy, Tensor)):
+        return _tensors_differ(saved, loaded, path)
+    if isinstance(saved, (torch.UntypedStorage, torch.TypedStorage)):
+        return path, "is a bare storage; save tensors instead"
+    if type(saved) is not type(loaded):
+        return path, f"is a {_name(saved)} and would load as a {_name(loaded)}"
+    if saved is loaded or (id(saved), id(loaded)) in seen:
         return None
-
-    @staticmethod
-    def _has_parts(value: Any) -> bool:
-        if isinstance(value, (set, frozenset)):
-            return False  # unordered
-        return isinstance(value, (Mapping, list, tuple, deque)) or (
-            hasattr(value, "__dict__") and not isinstance(value, (type, np.ndarray)) and not callable(value)
-        )
-
-    @staticmethod
-    def _tensors(saved: Any, loaded: Any, path: str) -> tuple[str, str] | None:
-        if not isinstance(loaded, Tensor) or (isinstance(saved, Tensor) and type(saved) is not type(loaded)):
-            return path, f"is a {_name(saved)} and would load as a {_name(loaded)}"
-        if tuple(saved.shape) != tuple(loaded.shape) or saved.dtype != loaded.dtype:
-            return (
-                path,
-                f"is {saved.dtype}, {tuple(saved.shape)}, and would load as {loaded.dtype}, {tuple(loaded.shape)}",
-            )
-        if isinstance(saved, Tensor) and (saved.layout, saved.requires_grad) != (
-            loaded.layout,
-            loaded.requires_grad,
-        ):
-            return path, f"would load with {loaded.layout}, requires_grad={loaded.requires_grad}"
+    seen.add((id(saved), id(loaded)))
+    if not _has_parts(saved):
+        same = _equal(saved, loaded)
+        return None if same else (path, f"is {saved!r:.200} and would load as {loaded!r:.200}")
+    if is_plain(saved, lazy):
         return None
+    own, found = list(_children(saved)), list(_children(loaded))
+    if len(own) != len(found) or getattr(saved, "maxlen", None) != getattr(loaded, "maxlen", None):
+        return path, f"has {len(own)} items, but only {len(found)} would be loaded"
+    for (step, part), (_, other) in zip(own, found, strict=True):
+        problem = difference(part, other, lazy, path + step, seen)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _has_parts(value: Any) -> bool:
+    if isinstance(value, (set, frozenset)):
+        return False  # unordered
+    return isinstance(value, (Mapping, list, tuple, deque)) or (
+        hasattr(value, "__dict__") and not isinstance(value, (type, np.ndarray)) and not callable(value)
+    )
+
+
+def _tensors_differ(saved: Any, loaded: Any, path: str) -> tuple[str, str] | None:
+    if not isinstance(loaded, Tensor) or (isinstance(saved, Tensor) and type(saved) is not type(loaded)):
+        return path, f"is a {_name(saved)} and would load as a {_name(loaded)}"
+    if tuple(saved.shape) != tuple(loaded.shape) or saved.dtype != loaded.dtype:
+        found = f"{loaded.dtype}, {tuple(loaded.shape)}"
+        return path, f"is {saved.dtype}, {tuple(saved.shape)}, and would load as {found}"
+    marks = (loaded.layout, loaded.requires_grad)
+    if isinstance(saved, Tensor) and (saved.layout, saved.requires_grad) != marks:
+        return path, f"would load with {loaded.layout}, requires_grad={loaded.requires_grad}"
+    return None
 
 
 def _equal(saved: Any, loaded: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
+from deepspeed.checkpoint.files.round_trip import is_strided
 from deepspeed.ops.native import copy_bytes
 
 _ALIGNMENT = 64
@@ -202,13 +203,7 @@ def _touch_pages(memory: Tensor) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, LazyTensor) or (
-        value.layout == torch.strided
-        and not value.is_quantized
-        and not value.is_conj()
-        and not value.is_neg()
-        and value.device.type != "meta"
-    )
+    return isinstance(value, LazyTensor) or (is_strided(value) and not value.is_conj() and not value.is_neg())
 
 
 def _key(value: Tensor | LazyTensor) -> Any:

@@ -24,19 +24,20 @@ import re
 import shutil
 import sys
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files import locks
 from deepspeed.checkpoint.files.archive_writer import write_errors_at
-from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
+from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
-from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours
+from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, is_ours
 
 _STALE_SECONDS = 3600
-"""Age in seconds after the last write at which leftovers without a lock file are removed."""
+"""Age in seconds after the last write at which temporary files, which have no lock file, are removed."""
 
 _STAGING = re.compile(r"\.(.+?)(\.\d+-[0-9a-f]{12})?\.tmp")
 """Names of staging folders (``_hidden``, ``temporary_sibling``), with the name of the checkpoint."""
@@ -84,8 +85,6 @@ class StagedFolder:
                 _remove(self.staging)
                 self.staging.mkdir()
                 now = os.stat(self.staging).st_mtime  # file system clock
-                for folder in self._siblings():
-                    _remove_stale(folder, now)
                 _remove_abandoned_files(self.save_dir, now)
             except BaseException:
                 self._release()
@@ -157,6 +156,21 @@ class StagedFolder:
             lock.release()
 
 
+@contextmanager
+def putting_in_place(staged: StagedFolder, latest: str) -> Iterator[None]:
+    """Publish the staging folder at the end of the block, and its name in the file ``latest``; after an error or
+    Ctrl-C nothing changes."""
+    staged.prepare()
+    try:
+        yield
+    except BaseException:
+        staged.discard()
+        raise
+    staged.commit()
+    replace_file(staged.save_dir / latest, staged.tag.encode())
+    wait_for_flushes()
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Remove the staging folders of killed saves; a checkpoint that one had moved away gets its name back."""
     for lock in locks.abandoned(folder):
@@ -170,46 +184,6 @@ def _remove_abandoned(folder: Path) -> None:
             lock.abandon()
         else:
             lock.release()
-
-
-def _remove_stale(folder: Path, now: float) -> None:
-    """Remove staging folders without a lock file, left by killed saves of earlier releases, if they hold checkpoint
-    files and were last written over an hour before ``now``."""
-    for name in os.listdir(folder):
-        match = _STAGING.fullmatch(name)
-        staging = folder / name
-        lock_file = _with_suffix(staging, locks.SUFFIX)
-        if match is None or os.path.lexists(lock_file) or not _is_stale(staging, folder / match[1], now):
-            continue
-        lock = locks.try_acquire(lock_file)
-        if lock is None:
-            continue
-        try:
-            if _is_stale(staging, folder / match[1], now):  # re-check under the lock
-                logger.info(f"{staging} removed: an unfinished save without any write for an hour")
-                _clear(staging)
-        except OSError as error:
-            logger.info(f"{staging} could not be removed: {error}")
-        finally:
-            lock.release()
-
-
-def _is_stale(staging: Path, final: Path, now: float) -> bool:
-    """Return whether ``staging`` is a stale folder of ours: it holds checkpoint files, all old, and others only if
-    they were carried over from the previous checkpoint at ``final``."""
-    if staging.is_symlink():
-        return False
-    try:
-        entries = list(os.scandir(staging))
-        written = [staging.stat(), *(entry.stat(follow_symlinks=False) for entry in entries)]
-    except OSError:  # it is a file, or gone
-        return False
-    others = [entry.name for entry in entries if not is_ours(entry.name)]
-    return (
-        len(others) < len(entries)
-        and all(name == UNIVERSAL_FOLDER or (final / name).exists() for name in others)
-        and now - max(stat.st_mtime for stat in written) > _STALE_SECONDS
-    )
 
 
 def _remove_abandoned_files(folder: Path, now: float) -> None:

@@ -50,7 +50,8 @@ class Conversion:
     def __init__(self, module: Any) -> None:
         from transformers import conversion_mapping, core_model_loading
 
-        self._model = module if _is_whole(module) else _unsplit(module)
+        is_part = any(hasattr(p, "ds_shape") or placement_of(p).boxes for p in module.parameters())
+        self._model = _unsplit(module) if is_part else module
         self._known = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers()),
@@ -151,10 +152,6 @@ def compute_buffers(module: nn.Module) -> None:
                 layer._buffers[name] = torch.empty_like(buffer, device="cpu")
     with torch.no_grad():
         initialize()
-
-
-def _is_whole(module: nn.Module) -> bool:
-    return not any(hasattr(each, "ds_shape") or placement_of(each).boxes for each in module.parameters())
 
 
 def _unsplit(module: Any) -> nn.Module:

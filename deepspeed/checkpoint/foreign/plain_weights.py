@@ -19,7 +19,7 @@ from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive, open_states
 from deepspeed.checkpoint.foreign.hub_weights import Conversion, ConvertedGroup
 from deepspeed.checkpoint.foreign.universal_format import (
     FOLDER,
@@ -162,10 +162,7 @@ def _files(path: Path) -> list[Path]:
 
 def _open(file: Path) -> Archive:
     if file.suffix != ".safetensors":
-        archive = open_archive(file)
-        if not isinstance(archive.content, dict):
-            raise CheckpointError(f"{file} holds a {type(archive.content).__name__}, not a model's weights")
-        return archive
+        return open_states(file, "a model's weights")
     try:
         with safe_open(file, framework="pt") as opened:
             return Archive(file, {name: opened.get_tensor(name) for name in opened.keys()}, 0)  # noqa: SIM118

@@ -15,8 +15,7 @@ from torch import nn
 
 from deepspeed.checkpoint import constants
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.placement import Placement, interval, placement_of
-from deepspeed.checkpoint.shards import Box
+from deepspeed.checkpoint.placement import Placement, interval, placement_of, side_by_side
 
 Shape = tuple[int, ...]
 
@@ -159,13 +158,5 @@ def _split(name: str, shapes: Sequence[Shape], dim: int, sections: list[int]) ->
             f"{name}: extents {sections} along dim {dim} do not fit {count} parts, {shapes[0]}"
         )
     whole = tuple(sum(sections) if d == dim else size for d, size in enumerate(shapes[0]))
-    made: list[Placement] = []
-    for rank in range(count):
-        boxes: list[Box] = []
-        for number, size in enumerate(sections):
-            low = sum(sections[:number]) + rank * (size // count)
-            boxes.append(
-                tuple((low, low + size // count) if d == dim else (0, s) for d, s in enumerate(whole))
-            )
-        made.append(Placement(global_shape=whole, boxes=tuple(boxes), split=("tp",)))
-    return made
+    matrices = [[size // count] * count for size in sections]
+    return [side_by_side(whole, dim, matrices, rank) for rank in range(count)]

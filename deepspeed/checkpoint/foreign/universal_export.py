@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from multiprocessing import get_context
@@ -33,8 +33,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import read_archive
 from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive, write_errors_at
-from deepspeed.checkpoint.files.flush import wait_for_flushes
-from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
+from deepspeed.checkpoint.files.writers import StagedFolder, putting_in_place
 from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal, saved_by
 from deepspeed.checkpoint.foreign.upstream_export import CLASS_NAMES, LAYOUT, UpstreamFiles
 from deepspeed.checkpoint.reader import open_checkpoint
@@ -69,27 +68,12 @@ def convert(
     staged = StagedFolder(target.parent, target.name, exclusive=False)
     if staged.final.resolve() == source.resolve():
         raise ValueError(f"{source} would be overwritten by its own conversion: choose another output folder")
-    with putting_in_place(staged):
+    with putting_in_place(staged, names.LATEST_UNIVERSAL):
         conversion.write_rest(staged.staging)
         _write_parameters(conversion, staged.staging, processes)
         if verify:
             _verify(staged.staging, conversion)
     return staged.final
-
-
-@contextmanager
-def putting_in_place(staged: StagedFolder) -> Iterator[None]:
-    """Publish the staging folder at the end of the block, and its name in ``latest_universal``; after an error or
-    Ctrl-C nothing changes."""
-    staged.prepare()
-    try:
-        yield
-    except BaseException:
-        staged.discard()
-        raise
-    staged.commit()
-    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode())
-    wait_for_flushes()
 
 
 def write_value(folder: Path, kind: str, content: Any, note: Mapping[str, Any] | None = None) -> None:
@@ -150,13 +134,8 @@ class _Conversion:
             write_value(made, kind, value, saved_by(self.catalog))
 
     def _tensor(self, name: str, sources: list[SavedFragment], dtype: torch.dtype) -> LazyTensor:
-        shape = self.files.shapes[name] if name in self.files.shapes else sources[0].index.global_shape
-
-        return LazyTensor(
-            (prod(shape),) if self.flat else shape,
-            dtype,
-            lambda: [self.files.read_range(name, sources, 0, prod(shape), dtype)],
-        )
+        tensor = self.files.whole(name, sources, dtype)
+        return replace(tensor, shape=(prod(tensor.shape),)) if self.flat else tensor
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
         save = saved_by(self.catalog)

@@ -11,7 +11,7 @@ buffers and aliases of tied weights, which the model files hold as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog, SavedFragment, param_groups
+from deepspeed.checkpoint.catalog import Catalog, CatalogFiles, SavedFragment, param_groups
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.foreign.splits import WantedParts
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive, open_states
+from deepspeed.checkpoint.foreign.upstream_parts import UpstreamFolder
 from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of, save_of
 from deepspeed.checkpoint.shards import ShardIndex
@@ -48,17 +48,16 @@ def has_only_parameters(folder: Path) -> bool:
 
 
 @dataclass(eq=False)
-class UniversalFiles:
+class UniversalFiles(CatalogFiles):
     """Adds a parameter's tensors to ``catalog`` on fetch. ``shapes``: of trained parameters, from the model files
-    (those of tensor-parallel ranks record the shapes of parts). ``first``: the first model file."""
+    (those of tensor-parallel ranks record the shapes of parts)."""
 
     catalog: Catalog
-    folder: Path
+    source: UpstreamFolder
     shapes: Mapping[str, tuple[int, ...]]
-    wanted: WantedParts | None
-    first: FileOfSave
 
     def __post_init__(self) -> None:
+        self.folder, self.wanted = self.source.path / FOLDER, self.source.wanted
         self.kinds = _kinds(self.folder)
         self.left = set(self.kinds)
 
@@ -70,7 +69,7 @@ class UniversalFiles:
             whole = self.wanted.placements.get(name) if self.wanted is not None else None
             held = _read_parameter(self.folder / name, self.kinds[name])
             for archive in held.values():
-                check_save_of(archive.path, archive.content, self.first, archive.note)
+                check_save_of(archive.path, archive.content, self.source.first_file, archive.note)
             shape = whole.global_shape if whole is not None else None
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
@@ -83,23 +82,17 @@ class UniversalFiles:
                 f"{len(self.shapes)} parameters are): the conversion is incomplete, rerun it"
             )
 
-    def rank_state(self, number: int) -> dict[str, Any] | None:
-        return None
-
 
 def add_universal(
     catalog: Catalog,
+    source: UpstreamFolder,
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     common: Mapping[str, Any],
-    wanted: WantedParts | None,
-    first: FileOfSave,
 ) -> None:
     """Add the master weights and optimizer state of the parameter folders to ``catalog``, which has the content of
-    the model files. ``groups``: shapes of trained parameters by optimizer group; ``common``, ``first``: see
-    ``read_common``."""
-    folder = catalog.folder / FOLDER
+    the model files. ``groups``: shapes of trained parameters by optimizer group; ``common``: see ``read_common``."""
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-    files = UniversalFiles(catalog, folder, shapes, wanted, first)
+    files = UniversalFiles(catalog, source, shapes)
     catalog.files = files
     for name, kinds in files.kinds.items():
         if name in shapes:
@@ -220,32 +213,16 @@ def _add_padded(
         )
 
 
-def of_one_save(
-    read: Callable[[Path], dict[str, Any]], first: FileOfSave
-) -> Callable[[Path], dict[str, Any]]:
-    """Wrap ``read`` to refuse files of another save than the ``first`` model file."""
-
-    def read_checked(path: Path) -> dict[str, Any]:
-        content = read(path)
-        check_save_of(path, content, first)
-        return content
-
-    return read_checked
-
-
 # State shared by parameters --------------------------------------------------------------------------------------
 
 
-def read_common(folder: Path, first: FileOfSave) -> dict[str, Any]:
-    """Return the shared content of the optimizer's files (groups, loss scale); empty if there is none. ``first``: the
-    first model file."""
-    path = folder / FOLDER / COMMON
+def read_common(source: UpstreamFolder) -> dict[str, Any]:
+    """Return the shared content of the optimizer's files (groups, loss scale); empty if there is none."""
+    path = source.path / FOLDER / COMMON
     if not path.is_file():
         return {}
-    content = open_archive(path).content
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
-    check_save_of(path, content, first)
+    content = open_states(path, "an optimizer's state").content
+    check_save_of(path, content, source.first_file)
     return content
 
 

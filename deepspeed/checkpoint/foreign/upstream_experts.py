@@ -8,15 +8,17 @@ in the files of the ranks that held them, under local numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.foreign.upstream_parts import UpstreamFolder
+from deepspeed.checkpoint.names import DS_CONFIG
 
 _WEIGHTS = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -39,29 +41,29 @@ class SavedExperts:
     strided: bool = False
 
     @classmethod
-    def find(
-        cls, folder: Path, first: Mapping[str, Any], config: Mapping[str, Any], read: Callable[[Path], Any]
-    ) -> SavedExperts:
-        """Find the experts in ``folder``; ``first``: the model file. CheckpointError: unsupported experts."""
-        found = {path: match for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name))}
+    def find(cls, source: UpstreamFolder) -> SavedExperts:
+        """Find the experts of a checkpoint. CheckpointError: unsupported experts."""
+        paths = sorted(source.path.iterdir())
+        found = {path: match for path in paths if (match := _WEIGHTS.fullmatch(path.name))}
         if not found:
             return cls()
-        if first.get("ds_autoep_layers"):
+        if source.first.get("ds_autoep_layers"):
             raise CheckpointError(
-                f"{folder} was written by release 0.19 with expert_parallel; such checkpoints cannot be "
+                f"{source.path} was written by release 0.19 with expert_parallel; such checkpoints cannot be "
                 "read: export the weights with that release, and load the export"
             )
         if any(int(match[1]) for match in found.values()):
             raise CheckpointError(
-                f"{folder} was written with both experts and model parallelism; such checkpoints cannot be read"
+                f"{source.path} was written with both experts and model parallelism; such checkpoints cannot be "
+                "read"
             )
-        files = {path: read(path) for path in found}
-        shares = {int(m[1]): p for p in folder.iterdir() if (m := _OPTIMIZER.fullmatch(p.name))}
+        files = {path: source.read(path) for path in found}
+        shares = {int(match[1]): path for path in paths if (match := _OPTIMIZER.fullmatch(path.name))}
         return cls(
             files,
             _local(name for content in files.values() for name in content),
             [shares[share] for share in sorted(shares)],
-            bool(config.get("use_data_before_expert_parallelism")),
+            bool((source.first.get(DS_CONFIG) or {}).get("use_data_before_expert_parallelism")),
         )
 
     def shares(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,8 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive, write_errors_at
-from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
-from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
+from deepspeed.checkpoint.files.writers import StagedFolder, putting_in_place
 from deepspeed.checkpoint.foreign.universal_format import saved_by
 from deepspeed.checkpoint.foreign.upstream_format import round_robin
 from deepspeed.checkpoint.foreign.upstream_settings import UpstreamSettings, with_attributes
@@ -50,6 +51,9 @@ CLASS_NAMES = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """That release's names for the classes of the plain objects in its files."""
+
+Stretch = tuple[str, list[SavedFragment], int, int]
+"""Elements [start, stop) of a tensor with these sources; zeros without sources."""
 
 
 def export_checkpoint(
@@ -81,15 +85,8 @@ def export_checkpoint(
     if staged.final.resolve() == folder.resolve():
         raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
     files = UpstreamFiles(catalog, stage, ranks)
-    staged.prepare()
-    try:
+    with putting_in_place(staged, names.LATEST):
         files.write(staged.staging)
-    except Exception:
-        staged.discard()
-        raise
-    staged.commit()
-    write_latest(Path(output_dir), staged.tag)
-    wait_for_flushes()
     return staged.final
 
 
@@ -198,9 +195,7 @@ class UpstreamFiles:
         return OrderedDict(**made, **self.catalog.extra)
 
     def _tensor(self, name: str, dtype: torch.dtype) -> LazyTensor:
-        sources = self.catalog.module.get(name) or self.catalog.masters(name)
-        shape = sources[0].index.global_shape
-        return LazyTensor(shape, dtype, lambda: [self.read_range(name, sources, 0, prod(shape), dtype)])
+        return self.whole(name, self.catalog.module.get(name) or self.catalog.masters(name), dtype)
 
     def _whole_frozen(self) -> OrderedDict[str, LazyTensor] | None:
         if self.stage < 2:
@@ -210,9 +205,41 @@ class UpstreamFiles:
         )
 
     def _frozen_parts(self, rank: int) -> OrderedDict[str, LazyTensor]:
+        held = {name: self.catalog.module[name] for name in self.frozen}
         return OrderedDict(
-            (name, self._even_part(name, self.catalog.module[name], rank)) for name in self.frozen
+            (name, self._joined(self._even_share(name, sources, rank), sources[0].data.dtype))
+            for name, sources in held.items()
         )
+
+    # Tensors that are read when they are written -----------------------------------------------------------------
+
+    def _shape(self, name: str, sources: list[SavedFragment]) -> tuple[int, ...]:
+        return sources[0].index.global_shape if sources else self.shapes[name]
+
+    def whole(self, name: str, sources: list[SavedFragment], dtype: torch.dtype) -> LazyTensor:
+        """Return a whole tensor; zeros if it has no such state yet."""
+        shape = self._shape(name, sources)
+        return LazyTensor(shape, dtype, lambda: [self._read((name, sources, 0, prod(shape)), dtype)])
+
+    def _joined(self, stretches: Sequence[Stretch], dtype: torch.dtype) -> LazyTensor:
+        """Return the stretches end to end, 1-D."""
+        numel = sum(stop - start for _, _, start, stop in stretches)
+        return LazyTensor((numel,), dtype, lambda: (self._read(stretch, dtype) for stretch in stretches))
+
+    def _even_share(self, name: str, sources: list[SavedFragment], rank: int) -> list[Stretch]:
+        """Return one rank's shard of a tensor that is split evenly, and its padding."""
+        total = prod(self._shape(name, sources))
+        numel = _rounded(total, self.ranks) // self.ranks
+        start, stop = (min(edge * numel, total) for edge in (rank, rank + 1))
+        return [(name, sources, start, stop), ("", [], 0, numel - (stop - start))]
+
+    def _read(self, stretch: Stretch, dtype: torch.dtype) -> Tensor:
+        name, sources, start, stop = stretch
+        values = torch.zeros(stop - start, dtype=dtype)
+        if sources:
+            target = ShardIndex(name, sources[0].index.global_shape, (), start, stop)
+            self.reader.fill(target, values, sources, name)
+        return values
 
     # Optimizer state: common to all stages --------------------------------------------------------------------
 
@@ -248,15 +275,16 @@ class UpstreamFiles:
         scaler = self.settings.loss_scaler(self.catalog)
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
-    def read_range(
-        self, name: str, sources: list[SavedFragment], start: int, stop: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Read elements [start, stop) of a tensor; zeros if it has no such state yet."""
-        values = torch.zeros(stop - start, dtype=dtype)
-        if sources:
-            target = ShardIndex(name, sources[0].index.global_shape, (), start, stop)
-            self.reader.fill(target, values, sources, name)
-        return values
+    def _state(self, members: Sequence[str], make: Callable[[str], LazyTensor]) -> dict[str, Any]:
+        """Return the state of parameters that share one flat tensor per kind, which ``make`` returns."""
+        return self.values(members) | {kind: make(kind) for kind in self.kinds(members)}
+
+    def _sources(self, kind: str, name: str) -> list[SavedFragment]:
+        found = self.catalog.fragments.get(name, {}).get(kind, [])
+        return self.catalog.masters(name) if kind == MASTER else found
+
+    def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
+        return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
 
     # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
 
@@ -275,12 +303,10 @@ class UpstreamFiles:
             start = rank * per_rank
             stop = min(start + per_rank, total)
             paddings.append(per_rank - max(0, stop - start))
-            masters.append(
-                self._flat(MASTER, order, start, stop, paddings[-1] if self.settings.bf16_optimizer else 0)
-            )
-            state[number] = self.values(group) | {
-                kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self.kinds(group)
-            }
+            pads_masters = self.settings.bf16_optimizer
+            masters.append(self._flat(MASTER, order, start, stop, paddings[-1] if pads_masters else 0))
+            make = partial(self._flat, order=order, start=start, stop=stop, padding=paddings[-1])
+            state[number] = self._state(group, make)
             slices.append(
                 OrderedDict(
                     (name, with_attributes(FragmentAddress(), numel=high - low, start=position - start + low))
@@ -314,22 +340,10 @@ class UpstreamFiles:
             position += numel
 
     def _flat(self, kind: str, order: Sequence[str], start: int, stop: int, padding: int) -> LazyTensor:
-        pieces = list(self._within(order, start, stop))
-        dtype = self._dtype(kind, order)
-
-        def parts() -> Iterator[Tensor]:
-            for name, _, low, high in pieces:
-                yield self.read_range(name, self._sources(kind, name), low, high, dtype)
-            yield torch.zeros(padding, dtype=dtype)
-
-        return LazyTensor((max(0, stop - start) + padding,), dtype, parts)
-
-    def _sources(self, kind: str, name: str) -> list[SavedFragment]:
-        found = self.catalog.fragments.get(name, {}).get(kind, [])
-        return self.catalog.masters(name) if kind == MASTER else found
-
-    def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
-        return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
+        """Return [start, stop) of a group's flat tensor, and its padding."""
+        within = self._within(order, start, stop)
+        stretches = [(name, self._sources(kind, name), low, high) for name, _, low, high in within]
+        return self._joined([*stretches, ("", [], 0, padding)], self._dtype(kind, order))
 
     # Stage 3: each tensor split evenly, a rank's parts end to end -----------------------------------------------
 
@@ -342,10 +356,9 @@ class UpstreamFiles:
             for members in self._sub_groups(group):
                 number = len(masters)
                 numbers[-1].append(number)
-                masters.append(self._joined_parts(MASTER, members, rank))
-                state[number] = self.values(members) | {
-                    kind: self._joined_parts(kind, members, rank) for kind in self.kinds(members)
-                }
+                make = partial(self._joined_shares, members=members, rank=rank)
+                masters.append(make(MASTER))
+                state[number] = self._state(members, make)
         stepped = {number: entries for number, entries in state.items() if entries}
         return {
             "zero_stage": self.stage,
@@ -368,26 +381,9 @@ class UpstreamFiles:
         if members:
             yield members
 
-    def _joined_parts(self, kind: str, members: Sequence[str], rank: int) -> LazyTensor:
-        dtype = self._dtype(kind, members)
-        return _joined(
-            [self._even_part(name, self._sources(kind, name), rank, dtype) for name in members], dtype
-        )
-
-    def _even_part(
-        self, name: str, sources: list[SavedFragment], rank: int, dtype: torch.dtype | None = None
-    ) -> LazyTensor:
-        """Return one rank's shard of one tensor, with padding."""
-        shape = sources[0].index.global_shape if sources else self.shapes[name]
-        kept = dtype or sources[0].data.dtype
-        numel = _rounded(prod(shape), self.ranks) // self.ranks
-        start, stop = (min(edge * numel, prod(shape)) for edge in (rank, rank + 1))
-
-        def parts() -> Iterator[Tensor]:
-            yield self.read_range(name, sources, start, stop, kept)
-            yield torch.zeros(numel - (stop - start), dtype=kept)
-
-        return LazyTensor((numel,), kept, parts)
+    def _joined_shares(self, kind: str, members: Sequence[str], rank: int) -> LazyTensor:
+        shares = [self._even_share(name, self._sources(kind, name), rank) for name in members]
+        return self._joined(list(chain(*shares)), self._dtype(kind, members))
 
     # Stage 0: whole tensors by number ---------------------------------------------------------------------------
 
@@ -401,8 +397,7 @@ class UpstreamFiles:
             first = sum(map(len, numbers))
             numbers.append(list(range(first, first + len(group))))
             for number, name in zip(numbers[-1], group, strict=True):
-                own = self.values([name]) | {kind: self._whole(kind, name) for kind in self.kinds([name])}
-                if own:
+                if own := self._state([name], partial(self._whole_kind, name=name)):
                     state[number] = own
         inner = {"state": state, "param_groups": self.param_groups(numbers)}
         if not sixteen:
@@ -414,12 +409,11 @@ class UpstreamFiles:
             "cur_iter": int(self.catalog.model_states["global_steps"]),
             **{key: scaler[key] for key in kept if key in scaler},
             names.OPTIMIZER_STATE: inner,
-            "fp32_groups": [[self._whole(MASTER, name) for name in group] for group in groups],
+            "fp32_groups": [[self._whole_kind(MASTER, name) for name in group] for group in groups],
         }
 
-    def _whole(self, kind: str, name: str) -> LazyTensor:
-        shape, sources, dtype = self.shapes[name], self._sources(kind, name), self._dtype(kind, [name])
-        return LazyTensor(shape, dtype, lambda: [self.read_range(name, sources, 0, prod(shape), dtype)])
+    def _whole_kind(self, kind: str, name: str) -> LazyTensor:
+        return self.whole(name, self._sources(kind, name), self._dtype(kind, [name]))
 
 
 def _ordered_groups(catalog: Catalog) -> list[list[str]]:
@@ -431,12 +425,6 @@ def _ordered_groups(catalog: Catalog) -> list[list[str]]:
         first = [name for name in dict.fromkeys(wanted) if name in group.names]
         made.append([*first, *(name for name in group.names if name not in first)])
     return made
-
-
-def _joined(tensors: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
-    """Concatenate 1-D tensors lazily."""
-    numel = sum(prod(tensor.shape) for tensor in tensors)
-    return LazyTensor((numel,), dtype, lambda: (part for tensor in tensors for part in tensor.parts()))
 
 
 def _rounded(numel: int, multiple: int) -> int:

@@ -20,22 +20,10 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import Catalog, SavedFragment, param_groups
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive
-from deepspeed.checkpoint.foreign.splits import Shape, WantedParts
-from deepspeed.checkpoint.foreign.universal_format import (
-    add_universal,
-    is_universal,
-    of_one_save,
-    read_common,
-)
+from deepspeed.checkpoint.foreign.splits import Shape
+from deepspeed.checkpoint.foreign.universal_format import add_universal, is_universal, read_common
 from deepspeed.checkpoint.foreign.upstream_experts import KEYS, SavedExperts
-from deepspeed.checkpoint.foreign.upstream_parts import (
-    Read,
-    UpstreamPart,
-    check_all_parts,
-    parallel_sizes,
-    placed_parts,
-    split_parts,
-)
+from deepspeed.checkpoint.foreign.upstream_parts import Order, UpstreamFolder, UpstreamPart
 from deepspeed.checkpoint.foreign.upstream_pipeline import (
     layer_files,
     layer_weights,
@@ -48,96 +36,70 @@ from deepspeed.checkpoint.names import (
     OPTIMIZER_STATE,
     RESERVED_KEYS,
     has_sharded_weights,
-    model_ranks,
     optim_ranks,
 )
-from deepspeed.checkpoint.save_ids import FileOfSave, save_of
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
-Order = Sequence[Sequence[str]]
-"""Parameter names by optimizer group, in the optimizer's order."""
 
-
-def open_upstream(
-    folder: Path,
-    models: list[Path],
-    optims: list[Path],
-    first: dict[str, Any],
-    read: Read,
-    order: Order | None,
-    wanted: WantedParts | None = None,
-) -> Catalog:
-    """Open the checkpoint in ``folder``. ``optims`` is empty if only weights are wanted; ``order`` is needed for the
-    optimizer state of stage 0, ``wanted`` for tensor-parallel parts whose cut the checkpoint does not describe."""
+def open_upstream(source: UpstreamFolder) -> Catalog:
+    """Return the catalog of the checkpoint."""
+    first = source.first
     catalog = Catalog(
-        folder=folder,
+        folder=source.path,
         written_by=str(first[DS_VERSION]),
         zero_stage=0,
         aliases=dict(first.get("shared_params") or {}),
         model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
         client_state={k: value for k, value in first.items() if k not in RESERVED_KEYS and k not in KEYS},
     )
-    first_file = FileOfSave(models[0], save_of(first))
-    read = of_one_save(read, first_file)
-    if is_universal(folder):
-        _add_universal(catalog, models, first, read, wanted)
+    if is_universal(source.path):
+        _add_universal(catalog, source)
         return catalog
-    if has_sharded_weights(models[0].name):
+    if has_sharded_weights(source.models[0].name):
         catalog.zero_stage = 3
-        for shards in _stage3_shards(catalog, models, first, read, wanted):
+        for rank, shards in enumerate(_stage3_shards(source)):
             _add_stage3_weights(catalog, shards)
-            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == shards.rank]
-            _add_stage3(catalog, shards, _complete(folder, own, len(shards.contents)), read)
-    elif parallel_sizes(first)[0] > 1:
-        if optims or order is not None:
-            _add_pipeline(catalog, optims, first, read, wanted)
+            optims = _complete(source.path, source.optims_of(rank), len(shards.contents))
+            _add_stage3(catalog, shards, optims, source)
+    elif source.stages > 1:
+        if source.optims or source.order is not None:
+            _add_pipeline(catalog, source)
         else:
-            _add_layers(catalog, layer_files(folder, read), {})
+            _add_layers(catalog, layer_files(source), {})
     else:
-        _add_unsharded(catalog, models, optims, first, read, order, wanted)
+        _add_unsharded(catalog, source)
     if catalog.fragments:
         catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
     return catalog
 
 
-def _add_unsharded(
-    catalog: Catalog,
-    models: list[Path],
-    optims: list[Path],
-    first: dict[str, Any],
-    read: Read,
-    order: Order | None,
-    wanted: WantedParts | None,
-) -> None:
+def _add_unsharded(catalog: Catalog, source: UpstreamFolder) -> None:
     """Add a checkpoint of stages 0 to 2 without a pipeline, experts included."""
-    parts = split_parts(catalog, models, first, read, wanted)
-    experts = SavedExperts.find(catalog.folder, first, first.get(DS_CONFIG) or {}, read)
+    parts = source.split_parts()
+    experts = SavedExperts.find(source)
     for part in parts:
         _add_module(catalog, part)
     for path, weights in experts.files.items():
         _add_module(catalog, UpstreamPart(path, {"module": weights}, {}))
-    for part in parts:
-        if optims:
-            rank = (model_ranks(part.path.name) or (0, 0))[1]
-            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
-            _add_partitions(catalog, part, own, read, experts)
-        elif experts.files and order is not None:
+    for rank, part in enumerate(parts):
+        if source.optims:
+            _add_partitions(catalog, part, source, rank, experts)
+        elif experts.files and source.order is not None:
             for share, path in enumerate(experts.optimizers):
-                held = UpstreamPart(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
-                _add_whole(catalog, held, experts.order(order, share))
+                content = {"module": part.content["module"], **source.read(path)}
+                held = UpstreamPart(path, content, {}, share == 0)
+                _add_whole(catalog, held, experts.order(source.order, share))
         elif part.content.get("optimizer") is not None:
-            _add_whole(catalog, part, order)
-    shapes = parts[0].content.get("param_shapes") if optims else None
+            _add_whole(catalog, part, source.order)
+    shapes = parts[0].content.get("param_shapes") if source.optims else None
     _check_covered(catalog, {name: shape for group in shapes or () for name, shape in group.items()})
 
 
-def _add_pipeline(
-    catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
-) -> None:
+def _add_pipeline(catalog: Catalog, source: UpstreamFolder) -> None:
     """Add all pipeline stages; of a tied weight, the first stage's copy."""
-    layers = layer_files(catalog.folder, read)
+    layers, wanted = layer_files(source), source.wanted
     known = {
         name: placement.global_shape for name, placement in (wanted.placements if wanted else {}).items()
     }
@@ -145,9 +107,9 @@ def _add_pipeline(
         known |= {f"{number}.{key}": tuple(v.shape) for key, v in content.items() if isinstance(v, Tensor)}
     trained: dict[str, Shape] = {}
     groups: list[list[str]] = []
-    for stage, (path, content) in enumerate(stage_contents(catalog.folder, first, read).items()):
-        own = [optim for optim in optims if (optim_ranks(optim.name) or (0, 0))[1] == stage]
-        shapes = stage_shapes(path, content, [read(optim)[OPTIMIZER_STATE] for optim in own], known)
+    for stage, (path, content) in enumerate(stage_contents(source).items()):
+        states = [source.read(optim)[OPTIMIZER_STATE] for optim in source.optims_of(stage)]
+        shapes = stage_shapes(path, content, states, known)
         lost = [name for group in shapes for name in group if name not in known]
         if lost and wanted is None and content.get("param_shapes") is None:
             raise CheckpointError(
@@ -155,7 +117,7 @@ def _add_pipeline(
                 "engine, and save it again"
             )
         part = UpstreamPart(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
-        _add_partitions(catalog, part, own, read, SavedExperts())
+        _add_partitions(catalog, part, source, stage, SavedExperts())
         groups = groups or [[] for _ in shapes]
         for names, group in zip(groups, shapes, strict=True):
             names += [name for name in group if name not in trained]
@@ -185,45 +147,44 @@ def _add_module(
         catalog.module_dtypes.setdefault(name, value.dtype)
         index = part.index(name, tuple(value.shape)) if whole(name) else None
         if index is not None:
-            catalog.add_module(SavedFragment(index, value.detach().reshape(-1), _unhashed(part.path)))
+            catalog.add_module(_fragment(index, value, part.path))
 
 
 # Universal checkpoints: whole tensors by name -----------------------------------------------------------------
 
 
-def _add_universal(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
-) -> None:
+def _add_universal(catalog: Catalog, source: UpstreamFolder) -> None:
     """Add trained parameters from their folders, and frozen ones and buffers from the model files. Each pipeline
     stage names its own parameters; its weights are in no model file."""
-    contents = [first, *map(read, models[1:])] if parallel_sizes(first)[0] > 1 else [first]
+    contents = map(source.read, source.models if source.stages > 1 else source.models[:1])
     of_stages = [content.get("param_shapes") or [] for content in contents]
     groups = [
         dict(item for shapes in group for item in shapes.items()) for group in zip(*of_stages, strict=True)
     ]
     trained = {name for group in groups for name in group}
-    if has_sharded_weights(models[0].name):
+    if has_sharded_weights(source.models[0].name):
         catalog.zero_stage = 3
-        for shards in _stage3_shards(catalog, models, first, read, wanted):
+        for shards in _stage3_shards(source):
             _add_stage3_weights(catalog, shards)
-    elif first["module"] is not None:
-        for part in split_parts(catalog, models, first, read, wanted, trained):
+    elif source.first["module"] is not None:
+        for part in source.split_parts(trained):
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
-    first_file = FileOfSave(models[0], save_of(first))
-    common = read_common(catalog.folder, first_file)
+    common = read_common(source)
     catalog.scalars = _scalars(common.get("loss_scaler"))
-    add_universal(catalog, groups, common, wanted, first_file)
+    add_universal(catalog, source, groups, common)
 
 
 # Stages 1 and 2 --------------------------------------------------------------------------------------------
 
 
 def _add_partitions(
-    catalog: Catalog, part: UpstreamPart, optims: list[Path], read: Read, experts: SavedExperts
+    catalog: Catalog, part: UpstreamPart, source: UpstreamFolder, rank: int, experts: SavedExperts
 ) -> None:
-    states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
+    """Add the optimizer files of model-parallel ``rank``, whose model file is ``part``."""
+    optims = source.optims_of(rank)
+    states = {path: source.read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
     files = _complete(catalog.folder, optims, count)
     catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer does not record it
@@ -292,9 +253,7 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
     """Add one parameter's slice of a partition's flat tensors, beginning at ``start``."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
-            catalog.add_fragment(
-                kind, SavedFragment(index, value[start : start + index.numel], _unhashed(path))
-            )
+            catalog.add_fragment(kind, _fragment(index, value[start : start + index.numel], path))
         elif value is not None:
             catalog.values.setdefault(index.name, {})[kind] = value
 
@@ -325,7 +284,6 @@ def _optimizer_order(catalog: Catalog) -> list[list[str]]:
 class _Shards:
     """Model files of one tensor-parallel rank, in the order of its data-parallel ranks."""
 
-    rank: int
     part: UpstreamPart
     contents: Mapping[Path, Mapping[str, Any]]
 
@@ -337,21 +295,14 @@ class _Shards:
         return self.part.index(name, shape, min(number * length, size), min((number + 1) * length, size))
 
 
-def _stage3_shards(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
-) -> list[_Shards]:
-    _, ranks = parallel_sizes(first)
-    by_rank: dict[int, dict[Path, dict[str, Any]]] = {}
-    for path in models:
-        rank = (model_ranks(path.name) or (0, 0))[1]
-        by_rank.setdefault(rank, {})[path] = first if path == models[0] else read(path)
-    check_all_parts(catalog, by_rank, ranks)
-    heads = dict(next(iter(by_rank[rank].items())) for rank in range(ranks))
-    if ranks == 1:
-        parts = [UpstreamPart(path, content, {}) for path, content in heads.items()]
+def _stage3_shards(source: UpstreamFolder) -> list[_Shards]:
+    files = source.models_of_ranks(sharded=True)
+    if source.ranks == 1:
+        parts = [UpstreamPart(*next(iter(files[0].items())), {})]
     else:
-        parts = placed_parts(heads, [_stage3_shapes(content) for content in heads.values()], first, wanted)
-    return [_Shards(rank, part, by_rank[rank]) for rank, part in enumerate(parts)]
+        heads = [next(iter(contents.values())) for contents in files]
+        parts = source.placed_parts(files, [_stage3_shapes(content) for content in heads])
+    return [_Shards(part, contents) for part, contents in zip(parts, files, strict=True)]
 
 
 def _stage3_shapes(content: Mapping[str, Any]) -> dict[str, Shape]:
@@ -369,14 +320,14 @@ def _add_stage3_weights(catalog: Catalog, shards: _Shards) -> None:
         for name, part in (content.get("frozen_param_fragments") or {}).items():
             index = shards.even(name, tuple(shapes[name]), number)
             if index is not None:
-                catalog.add_module(SavedFragment(index, part.reshape(-1)[: index.numel], _unhashed(path)))
+                catalog.add_module(_fragment(index, part.reshape(-1)[: index.numel], path))
 
 
-def _add_stage3(catalog: Catalog, shards: _Shards, optims: list[Path], read: Read) -> None:
+def _add_stage3(catalog: Catalog, shards: _Shards, optims: Sequence[Path], source: UpstreamFolder) -> None:
     """Add the optimizer state: each sub-group has the shards of consecutive parameters on a data-parallel rank."""
     groups = [list(group.items()) for group in shards.part.content["param_shapes"]]
     for number, path in enumerate(optims):
-        state = read(path)[OPTIMIZER_STATE]
+        state = source.read(path)[OPTIMIZER_STATE]
         inner = state[OPTIMIZER_STATE]
         params = (item for group in groups for item in group)
         for place, masters in enumerate(state["fp32_flat_groups"]):
@@ -430,9 +381,7 @@ def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> Non
             state[MASTER] = masters[number][position] if masters else held
             for kind, value in state.items():
                 if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
-                    catalog.add_fragment(
-                        kind, SavedFragment(index, value.detach().reshape(-1), _unhashed(path))
-                    )
+                    catalog.add_fragment(kind, _fragment(index, value, path))
                 elif value is not None:
                     catalog.values.setdefault(name, {})[kind] = value
     if not catalog.groups:
@@ -454,6 +403,10 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
 
 
 # Shared by all stages --------------------------------------------------------------------------------------
+
+
+def _fragment(index: ShardIndex, value: Tensor, path: Path) -> SavedFragment:
+    return SavedFragment(index, value.detach().reshape(-1), _unhashed(path))
 
 
 @functools.lru_cache(1024)

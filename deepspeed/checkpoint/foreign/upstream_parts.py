@@ -1,8 +1,8 @@
-"""Model files of tensor-parallel ranks in checkpoints of release 0.19: placement of their parts in whole tensors."""
+"""The files of a checkpoint of release 0.19, and the placement of its tensor-parallel ranks' parts in whole tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
     CHECKPOINT_PP_DEGREE,
@@ -19,12 +18,13 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.foreign.splits import Shape, WantedParts, split_placements
-from deepspeed.checkpoint.names import has_sharded_weights, model_ranks
+from deepspeed.checkpoint.names import has_sharded_weights, model_ranks, optim_ranks
 from deepspeed.checkpoint.placement import Placement
+from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of, save_of
 from deepspeed.checkpoint.shards import ShardIndex
 
-Read = Callable[[Path], dict[str, Any]]
-"""Reads the whole content of a file."""
+Order = Sequence[Sequence[str]]
+"""Parameter names by optimizer group, in the optimizer's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,69 +49,99 @@ class UpstreamPart:
         return placement.index(name, start, stop)
 
 
-def split_parts(
-    catalog: Catalog,
-    models: list[Path],
-    first: dict[str, Any],
-    read: Read,
-    wanted: WantedParts | None,
-    elsewhere: Collection[str] = (),
-) -> list[UpstreamPart]:
-    """Read the part of each tensor-parallel rank, without the names ``elsewhere``; all names if there is one rank."""
-    _, ranks = parallel_sizes(first)
-    if ranks == 1:
-        return [UpstreamPart(models[0], first, {})]
-    by_rank = {
-        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not has_sharded_weights(path.name)
-    }
-    check_all_parts(catalog, by_rank, ranks)
-    contents = {
-        by_rank[rank]: first if by_rank[rank] == models[0] else read(by_rank[rank]) for rank in range(ranks)
-    }
-    left_out = {*(first.get("buffer_names") or ()), *elsewhere}
-    shapes = [
-        {
-            name: tuple(value.shape)
-            for name, value in content["module"].items()
-            if isinstance(value, Tensor) and name not in left_out
+@dataclass(frozen=True, slots=True)
+class UpstreamFolder:
+    """A checkpoint's files, and what its loader knows.
+
+    ``first``: content of the first of the ``models`` files. ``optims`` is empty if only weights are wanted; ``order``
+    is needed for the optimizer state of stage 0, ``wanted`` for tensor-parallel parts whose cut the checkpoint does
+    not describe. ``read_file`` returns the whole content of a file.
+    """
+
+    path: Path
+    models: Sequence[Path]
+    optims: Sequence[Path]
+    first: dict[str, Any]
+    read_file: Callable[[Path], dict[str, Any]]
+    order: Order | None
+    wanted: WantedParts | None
+
+    @property
+    def first_file(self) -> FileOfSave:
+        return FileOfSave(self.models[0], save_of(self.first))
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages that the first model file records."""
+        return int((self.first.get(CHECKPOINT_PARALLEL_DIMS) or {}).get(CHECKPOINT_PP_DEGREE) or 1)
+
+    @property
+    def ranks(self) -> int:
+        """Number of tensor-parallel ranks that the first model file records."""
+        recorded = (self.first.get(CHECKPOINT_PARALLEL_DIMS) or {}).get(CHECKPOINT_TP_DEGREE)
+        return int(recorded or int(self.first.get("mp_world_size") or 1) // self.stages)
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the whole content of a file. CheckpointError: it is of another save than the first model file."""
+        if path == self.models[0]:
+            return self.first
+        content = self.read_file(path)
+        check_save_of(path, content, self.first_file)
+        return content
+
+    def optims_of(self, rank: int) -> list[Path]:
+        """Return the optimizer files of one model-parallel rank."""
+        return [path for path in self.optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
+
+    def models_of_ranks(self, *, sharded: bool) -> list[dict[Path, dict[str, Any]]]:
+        """Return the model files of each tensor-parallel rank with their contents; ``sharded``: those of stage 3.
+        CheckpointNotFoundError: a rank has none."""
+        paths = [path for path in self.models if has_sharded_weights(path.name) == sharded]
+        by_rank = [
+            [path for path in paths if (model_ranks(path.name) or (0, 0))[1] == rank]
+            for rank in range(self.ranks)
+        ]
+        missing = [rank for rank, files in enumerate(by_rank) if not files]
+        if missing:
+            raise CheckpointNotFoundError(
+                f"{self.path} lacks the model file of tensor-parallel rank {missing[0]} ({len(missing)} of "
+                f"{self.ranks} are missing)"
+            )
+        return [{path: self.read(path) for path in files} for files in by_rank]
+
+    def split_parts(self, elsewhere: Collection[str] = ()) -> list[UpstreamPart]:
+        """Return the part of each tensor-parallel rank, without the names ``elsewhere``; all names if there is one
+        rank."""
+        if self.ranks == 1:
+            return [UpstreamPart(self.models[0], self.first, {})]
+        left_out = {*(self.first.get("buffer_names") or ()), *elsewhere}
+        files = self.models_of_ranks(sharded=False)
+        shapes = [
+            {
+                name: tuple(value.shape)
+                for name, value in content["module"].items()
+                if isinstance(value, Tensor) and name not in left_out
+            }
+            for contents in files
+            for content in contents.values()
+        ]
+        return self.placed_parts(files, shapes)
+
+    def placed_parts(
+        self, files: Sequence[Mapping[Path, Mapping[str, Any]]], shapes: Sequence[Mapping[str, Shape]]
+    ) -> list[UpstreamPart]:
+        """Return the first of each rank's ``files`` with its placements. ``shapes``: of its weights' parts."""
+        info, wanted = self.first.get(UNIVERSAL_CHECKPOINT_INFO), self.wanted
+        placed = {
+            name: split_placements(name, [of_rank[name] for of_rank in shapes], info, wanted)
+            for name in shapes[0]
         }
-        for content in contents.values()
-    ]
-    return placed_parts(contents, shapes, first, wanted)
-
-
-def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the pipeline size and the tensor-parallel size that a model file records."""
-    parallel = first.get(CHECKPOINT_PARALLEL_DIMS) or {}
-    stages = int(parallel.get(CHECKPOINT_PP_DEGREE) or 1)
-    return stages, int(parallel.get(CHECKPOINT_TP_DEGREE) or int(first.get("mp_world_size") or 1) // stages)
-
-
-def check_all_parts(catalog: Catalog, by_rank: Container[int], ranks: int) -> None:
-    missing = [rank for rank in range(ranks) if rank not in by_rank]
-    if missing:
-        raise CheckpointNotFoundError(
-            f"{catalog.folder} lacks the model file of tensor-parallel rank {missing[0]} ({len(missing)} of {ranks} "
-            "are missing)"
-        )
-
-
-def placed_parts(
-    contents: Mapping[Path, Mapping[str, Any]],
-    shapes: Sequence[Mapping[str, Shape]],
-    first: Mapping[str, Any],
-    wanted: WantedParts | None,
-) -> list[UpstreamPart]:
-    """Return the parts with their placements. ``contents``: one file per tensor-parallel rank; ``shapes``: of its
-    weights' parts, by name."""
-    info = first.get(UNIVERSAL_CHECKPOINT_INFO)
-    placed = {
-        name: split_placements(name, [of_rank[name] for of_rank in shapes], info, wanted)
-        for name in shapes[0]
-    }
-    same = wanted is not None and wanted.ranks == len(contents)
-    preferred = wanted.rank if wanted is not None and same else 0
-    return [
-        UpstreamPart(path, content, {name: of[rank] for name, of in placed.items()}, rank == preferred)
-        for rank, (path, content) in enumerate(contents.items())
-    ]
+        preferred = wanted.rank if wanted is not None and wanted.ranks == len(files) else 0
+        return [
+            UpstreamPart(
+                *next(iter(contents.items())),
+                {name: of[rank] for name, of in placed.items()},
+                rank == preferred,
+            )
+            for rank, contents in enumerate(files)
+        ]

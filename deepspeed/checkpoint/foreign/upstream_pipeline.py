@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.foreign.splits import Shape
-from deepspeed.checkpoint.foreign.upstream_parts import Read, parallel_sizes
+from deepspeed.checkpoint.foreign.upstream_parts import UpstreamFolder
 from deepspeed.checkpoint.names import model_file
 
 _LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
@@ -29,23 +29,22 @@ SLICES = "param_slice_mappings"
 _TIED = re.compile(r"(tied_modules\.[^.]+)\.(.+)")
 
 
-def stage_contents(folder: Path, first: Mapping[str, Any], read: Read) -> dict[Path, dict[str, Any]]:
+def stage_contents(source: UpstreamFolder) -> dict[Path, dict[str, Any]]:
     """Return the model files of all stages, in their order. CheckpointError: one is missing, or tensor-parallel ranks
     shared the layers."""
-    stages, ranks = parallel_sizes(first)
-    if ranks > 1:
+    if source.ranks > 1:
         raise CheckpointError(
-            f"{folder} was written by {stages} pipeline stages of {ranks} tensor-parallel ranks each; such checkpoints "
-            "of release 0.19 cannot be read: convert it with that release's ds_to_universal, and load the result with "
-            "checkpoint.load_universal"
+            f"{source.path} was written by {source.stages} pipeline stages of {source.ranks} tensor-parallel ranks "
+            "each; such checkpoints of release 0.19 cannot be read: convert it with that release's ds_to_universal, "
+            "and load the result with checkpoint.load_universal"
         )
-    paths = [folder / model_file(stage) for stage in range(stages)]
+    paths = [source.path / model_file(stage) for stage in range(source.stages)]
     for stage, path in enumerate(paths):
         if not path.is_file():
             raise CheckpointNotFoundError(
-                f"{path} is missing, the model file of pipeline stage {stage} of {stages}"
+                f"{path} is missing, the model file of pipeline stage {stage} of {source.stages}"
             )
-    return {path: read(path) for path in paths}
+    return {path: source.read(path) for path in paths}
 
 
 def stage_shapes(
@@ -73,10 +72,11 @@ def stage_shapes(
     return found
 
 
-def layer_files(folder: Path, read: Read) -> dict[Path, tuple[str, dict[str, Any]]]:
+def layer_files(source: UpstreamFolder) -> dict[Path, tuple[str, dict[str, Any]]]:
     """Return the number of each layer that has a file, and the file's content, by path."""
-    numbered = {path: match for path in sorted(folder.iterdir()) if (match := _LAYER.fullmatch(path.name))}
-    return {path: (str(int(match[1])), read(path)) for path, match in numbered.items()}
+    paths = sorted(source.path.iterdir())
+    numbered = {path: match for path in paths if (match := _LAYER.fullmatch(path.name))}
+    return {path: (str(int(match[1])), source.read(path)) for path, match in numbered.items()}
 
 
 def layer_weights(number: str, content: Mapping[str, Any], trained: Mapping[str, Shape]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
-from deepspeed.checkpoint.files.flush import flush
+from deepspeed.checkpoint.files.flush import WriterThread, flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.checkpoint.storage.torch_checkpoint_engine import FastCheckpointEngine
@@ -20,7 +20,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
 
     def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
         super().__init__(config_params, dp_writer_config, optimize_dp_state)
-        self._writing: list[_Writing] = []
+        self._writing: list[WriterThread] = []
         self._snapshots: list[Snapshot] = []  # one for each file of a checkpoint, in the order of the files
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -28,7 +28,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         if number == len(self._snapshots):
             self._snapshots.append(Snapshot())
         copied = self._snapshots[number].take({path: state_dict})[path]
-        self._writing.append(_Writing(copied, Path(path)))
+        self._writing.append(WriterThread("checkpoint-file", partial(_write, copied, Path(path))))
         self._writing[-1].start()
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -52,25 +52,13 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         for each in writing:
             each.join()
         for each in writing:
-            if each.error is not None:
-                raise each.error
+            each.result()
 
 
-class _Writing(threading.Thread):
-    def __init__(self, content: Any, path: Path) -> None:
-        super().__init__(name="checkpoint-file", daemon=False)
-        self._content = content
-        self._path = path
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            with write_errors_at(self._path):
-                write_archive(self._path, self._content)
-                flush(self._path)
-        except Exception as error:  # raised by commit
-            self.error = error
-        self._content = None
+def _write(content: Any, path: Path) -> None:
+    with write_errors_at(path):
+        write_archive(path, content)
+        flush(path)
 
 
 # The engine that the config section ``datastates_ckpt`` selects.

@@ -116,8 +116,15 @@ class model_3d_desc:
         grid = reshape_meg_2d_parallel(
             self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree
         )
-        joined = flatten_dp_dimension(grid, self.pp_degree * self.tp_degree, self.dp_degree)
-        return unflatten_dp_dimension(joined, target_3d_desc.dp_degree)
+        made = [meg_2d_parallel_map(grid.pp_degree, grid.tp_degree) for _ in range(target_3d_desc.dp_degree)]
+        of_one_rank = self.pp_degree * self.tp_degree
+        for pp, tp in itertools.product(range(grid.pp_degree), range(grid.tp_degree)):
+            cell = grid.get_data(pp, tp)
+            files = [number + dp * of_one_rank for number in cell for dp in range(self.dp_degree)]
+            # Equal runs, since the data-parallel ranks' partitions are consecutive.
+            for target, run in zip(made, partition_data(files, len(made)), strict=True):
+                target.add_data(pp, tp, run)
+        return made
 
     def get_desc(self) -> str:
         return f"{PP_DIM},{TP_DIM},{DP_DIM} = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
@@ -146,31 +153,6 @@ class model_3d_desc:
 
     def _degrees(self) -> list[tuple[str, int]]:
         return [(PP_DIM, self.pp_degree), (TP_DIM, self.tp_degree), (DP_DIM, self.dp_degree)]
-
-
-def flatten_dp_dimension(
-    meg_2d_map: meg_2d_parallel_map, src_2d_size: int, dp_degree: int
-) -> meg_2d_parallel_map:
-    """Replace each number of a grid of ``src_2d_size`` cells by those of all data-parallel ranks."""
-    made = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
-    for pp in range(made.pp_degree):
-        for tp in range(made.tp_degree):
-            numbers = meg_2d_map.get_data(pp, tp)
-            made.add_data(pp, tp, [n + dp * src_2d_size for n in numbers for dp in range(dp_degree)])
-    return made
-
-
-def unflatten_dp_dimension(meg_2d_map: meg_2d_parallel_map, dp_degree: int) -> list[meg_2d_parallel_map]:
-    """Return one grid per data-parallel rank: each gets an equal run of every cell's items, since partitions are
-    consecutive."""
-    made: list[meg_2d_parallel_map] = []
-    for dp in range(dp_degree):
-        grid = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
-        for pp in range(grid.pp_degree):
-            for tp in range(grid.tp_degree):
-                grid.add_data(pp, tp, partition_data(meg_2d_map.get_data(pp, tp), dp_degree)[dp])
-        made.append(grid)
-    return made
 
 
 def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
+from deepspeed.compat.runtime_utils import rebuilt
 
 _CPU = torch.device("cpu")
 
@@ -35,12 +36,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file. Container
     types are kept; values other than tensors are not copied.
     """
-    if isinstance(item, Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(clone_tensors_for_torch_save(value, device) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-    return item
+
+    def cloned(leaf: Any) -> Any:
+        return leaf.detach().clone().to(device) if isinstance(leaf, Tensor) else leaf
+
+    return rebuilt(item, cloned)

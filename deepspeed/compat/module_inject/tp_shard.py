@@ -16,15 +16,6 @@ _HEADS = ("lm_head", "embed_out")
 """Vocabulary layers, which do not consist of attention heads."""
 
 
-@dataclass
-class _Numbers:
-    kv_heads: int | None = None
-    n_embd: int | None = None
-    grain: int = 1
-
-
-_numbers = _Numbers()
-
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Feed-forward layers, which do not consist of attention heads."""
 
@@ -39,23 +30,28 @@ class AutoTPMeta:
     tp_grain_size: int = 1
 
 
+_numbers: dict[str, Any] = {}
+"""Those of the process's model, by field of AutoTPMeta."""
+
+
 def set_num_kv_heads(num: int | None) -> None:
-    _numbers.kv_heads = num
+    _numbers["num_kv_heads"] = num
 
 
 def set_num_attention_heads(num: int | None) -> None:
-    """Accept the number of query heads, which no cut depends on: their groups are those of the key heads."""
+    """Set the number of query heads, which no cut depends on: their groups are those of the key heads."""
+    _numbers["num_attention_heads"] = num
 
 
 def set_n_embd(num: int | None) -> None:
-    _numbers.n_embd = num
+    _numbers["n_embd"] = num
 
 
 def set_tp_grain_size(num: int) -> None:
     """Set the multiple of shard sizes for layers without heads."""
     if num < 1:
         raise ValueError(f"tp_grain_size={num}: must be at least 1")
-    _numbers.grain = num
+    _numbers["tp_grain_size"] = num
 
 
 def get_shard_size(
@@ -93,10 +89,8 @@ def get_shard_size_list(
     """Return ``get_shard_size`` of every rank, in rank order."""
     if isinstance(name, AutoTPMeta):
         meta, name, num_kv_heads = name, num_kv_heads, None
-    groups, grain = (
-        (_numbers.kv_heads, _numbers.grain) if meta is None else (meta.num_kv_heads, meta.tp_grain_size)
-    )
-    groups = groups if num_kv_heads is None else num_kv_heads
+    known = AutoTPMeta(**_numbers) if meta is None else meta
+    groups, grain = known.num_kv_heads if num_kv_heads is None else num_kv_heads, known.tp_grain_size
     text = str(name)
     others = ("mlp", *_HEADS) if meta is None else ("mlp", *_HEADS, *_EXPERT_PARTS)
     if groups and total_size % groups == 0 and not any(other in text for other in others):

@@ -36,7 +36,7 @@ class LayerTokenLR:
         self.scheduler = scheduler
         self.total, self.warmup, self.warmup_type = total_layer_tokens, warmup_layer_tokens, warmup_type
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._follow()
+        self.step()
 
     def factor(self, tokens: int) -> float:
         """Return the factor of the full rate after ``tokens`` layer tokens."""
@@ -53,9 +53,6 @@ class LayerTokenLR:
 
     def step(self, *_: Any, **__: Any) -> None:
         """Set the rate of the next step."""
-        self._follow()
-
-    def _follow(self) -> None:
         factor = self.factor(self.scheduler.state[CONSUMED_LAYER_TOKENS])
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor

@@ -16,11 +16,28 @@ CONSUMED_LAYER_TOKENS, CURRENT_STEP = "consumed_layer_tokens", "current_steps"
 _SAVED = (CONSUMED_LAYER_TOKENS, CURRENT_STEP, CURRENT_VALUE, MIN_VALUE, MAX_VALUE)
 
 
-class BaseScheduler:
-    """A length that grows from ``min_value`` to ``max_value``; ``state`` holds the schedule and the current value."""
+class RandomLTDScheduler:
+    """The schedule of random-LTD, with the count of layer tokens (tokens processed, summed over layers). ``state``
+    holds the schedule and the current length, which grows from ``min_value`` to ``max_value``.
 
-    def __init__(self) -> None:
+    Args:
+        config: the section ``random_ltd`` with ``global_batch_size``.
+
+    ``sampler`` chooses the tokens: outside an engine with torch's generator.
+
+    DeepSpeedConfigError: the schedule is incomplete.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
         self.state: dict[str, Any] = {}
+        self.model_layer_num: int = config["total_layer_num"]
+        self.random_ltd_layer_num: int = config["random_ltd_layer_num"]
+        self.global_batch_size: int = config["global_batch_size"]
+        self.config_schedule: Mapping[str, Any] | None = config["random_ltd_schedule"]
+        if self.config_schedule is not None and (wrong := wrong_lengths(self.config_schedule)):
+            raise DeepSpeedConfigError(wrong)
+        self.sampler = TokenSampler(self.random_ltd_layer_num)
+        self.reset_to_init()
 
     def get_value(self, global_steps: int) -> int:
         """Return the length at a step, counted from 0: min + (max - min) step / require_steps, rounded down to a
@@ -39,29 +56,6 @@ class BaseScheduler:
         length = math.floor(low + (high - low) * (global_steps / details["require_steps"]))
         least = max(-(-low // unit) * unit, unit)
         return min(max(length - length % unit, least), high)
-
-
-class RandomLTDScheduler(BaseScheduler):
-    """The schedule of random-LTD, with the count of layer tokens (tokens processed, summed over layers).
-
-    Args:
-        config: the section ``random_ltd`` with ``global_batch_size``.
-
-    ``sampler`` chooses the tokens: outside an engine with torch's generator.
-
-    DeepSpeedConfigError: the schedule is incomplete.
-    """
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.model_layer_num: int = config["total_layer_num"]
-        self.random_ltd_layer_num: int = config["random_ltd_layer_num"]
-        self.global_batch_size: int = config["global_batch_size"]
-        self.config_schedule: Mapping[str, Any] | None = config["random_ltd_schedule"]
-        if self.config_schedule is not None and (wrong := wrong_lengths(self.config_schedule)):
-            raise DeepSpeedConfigError(wrong)
-        self.sampler = TokenSampler(self.random_ltd_layer_num)
-        self.reset_to_init()
 
     def reset_to_init(self) -> None:
         """Reset to the state before the first step."""

@@ -168,10 +168,8 @@ class DataAnalyzer:
         """Open the accumulator of each metric: a file of values, or a sum."""
         results: list[dict[str, Any]] = []
         for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes, strict=True):
-            folder = Path(save_path) / name / f"worker{worker_id}_thread{thread_id}"
-            folder.mkdir(parents=True, exist_ok=True)
-            suffix = "sample_to_metric" if kind == SINGLE else "metric_value"
-            fname = str(folder / f"{name}_{suffix}")
+            fname = _part_file(str(Path(save_path) / name), name, kind, worker_id, thread_id)
+            Path(fname).parent.mkdir(parents=True, exist_ok=True)
             for old in (f"{fname}.idx", f"{fname}.bin"):
                 Path(old).unlink(missing_ok=True)  # the index marks a finished part
             builder = create_mmap_dataset_builder(fname, numpy_dtype(dtype, name)) if kind == SINGLE else None

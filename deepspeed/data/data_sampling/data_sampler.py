@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed.base.logging import logger
-from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.data.curriculum_scheduler import CUSTOM, CurriculumScheduler
 from deepspeed.data.data_sampling.clusters import MetricIndex, Samples, newly_accepted
@@ -19,22 +18,6 @@ from deepspeed.data.data_sampling.shuffling import ShuffledPasses
 SCHEDULE_BASED = "schedule_based"
 _REMEMBERED = 256
 """Batches whose state is remembered, since workers read ahead of training."""
-
-
-def curriculum_sampler(
-    section: dict[str, Any],
-    samples: int,
-    micro_batch: int,
-    mesh: ProcessMesh,
-    accumulation_steps: int,
-    global_rank: int,
-    drop_last: bool,
-) -> DeepSpeedDataSampler:
-    """Return the sampler for an engine's own loader. ``section``: ``data_efficiency``."""
-    rank, size = mesh.rank("dp"), mesh.size("dp")
-    return DeepSpeedDataSampler(
-        section, samples, micro_batch, rank, size, None, accumulation_steps, global_rank, drop_last
-    )
 
 
 class DeepSpeedDataSampler:

@@ -75,9 +75,8 @@ class DistributedDataAnalyzer:
         self.device = torch.device(device if available else "cpu")
         self.sample_indices = sample_indices
 
-    def run_map_helper(self, thread_id: int = 0, metric_queues: Any = None) -> list[np.ndarray | None]:
-        """Return the metrics of one thread's part: values, or a sum (None: no samples); also put them into
-        ``metric_queues[thread_id]`` if given."""
+    def run_map_helper(self, thread_id: int = 0) -> list[np.ndarray | None]:
+        """Return the metrics of one thread's part: values, or a sum (None: no samples)."""
         _, parts = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)
         found: list[list[np.ndarray]] = [[] for _ in self.metric_names]
         for _, batch in batches_of(self.dataset, *parts[thread_id], self.batch_size, self.collate_fn):
@@ -89,10 +88,7 @@ class DistributedDataAnalyzer:
                     found[index][0] += values
                 else:
                     found[index].append(values.copy())
-        results = [np.concatenate(each) if each else None for each in found]
-        if metric_queues is not None:
-            metric_queues[thread_id].put(results)
-        return results
+        return [np.concatenate(each) if each else None for each in found]
 
     def run_map_reduce(self) -> None:
         """Compute and write everything. Collective."""
@@ -119,8 +115,10 @@ class DistributedDataAnalyzer:
             sums = [mine]
         total: Any = sum(each for each in sums if each is not None)
         dtype = find_fit_int_dtype(int(np.min(total)), int(np.max(total)))
-        entry = [torch.as_tensor(total).reshape(-1)] if self.worker_id == 0 else []
-        self.file_write_ordered(entry, str(folder / f"{name}_metric_value"), dtype)
+        entries = [torch.as_tensor(total).reshape(-1)] if self.worker_id == 0 else []
+        flat = torch.cat([torch.empty(0, dtype=torch.int64), *entries])
+        sizes = torch.tensor([len(entry) for entry in entries], dtype=torch.int64)
+        self._write_rows(str(folder / f"{name}_metric_value"), dtype, flat, sizes)
 
     def _write_values(self, name: str, folder: Path, own: list[Tensor]) -> None:
         values = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
@@ -143,12 +141,6 @@ class DistributedDataAnalyzer:
         self._write_rows(rows, sample_dtype, pairs[:, 1].contiguous(), sizes)
         if self.worker_id == 0:
             merge_entries(rows, f"{rows}_percentile_merged", sample_dtype)
-
-    def file_write_ordered(self, tensor_list: Sequence[Tensor], fname: str, numpy_dtype: Any) -> None:
-        """Write the entries of all ranks, in rank order, to ``fname``.bin and .idx, on rank 0. Collective."""
-        flat = torch.cat([each.reshape(-1) for each in tensor_list]) if tensor_list else torch.empty(0)
-        sizes = torch.tensor([each.numel() for each in tensor_list], dtype=torch.int64)
-        self._write_rows(fname, numpy_dtype, flat.to(torch.int64), sizes)
 
     def _write_rows(self, fname: str, dtype: Any, flat: Tensor, sizes: Tensor | None) -> None:
         """Write ``flat`` [n] int64 of all ranks as entries of ``sizes``; None: entries of one element. Collective."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,40 +21,12 @@ from deepspeed.base.logging import logger
 __all__ = [
     "Index", "IndexedCachedDataset", "IndexedDataset", "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder", "code", "data_file_path", "get_available_dataset_impl",
-    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs", "write_longs",
+    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs",
 ]  # fmt: skip
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")  # version, dtype, entries, documents
 _CHUNK = 1 << 20
-
-
-class _Writer:
-    """Context manager that writes an index file."""
-
-    def __init__(self, path: str | Path, dtype: Any) -> None:
-        self.path, self.dtype = path, np.dtype(dtype)
-
-    def __enter__(self) -> _Writer:
-        self._file = open(self.path, "wb")
-        return self
-
-    def write(self, sizes: Any, doc_idx: Any) -> None:
-        """Write the index. ``sizes``: elements of each entry; ``doc_idx``: first entry of each document, and the
-        end."""
-        sizes, doc_idx = np.asarray(sizes, dtype=np.int32), np.asarray(doc_idx, dtype=np.int64)
-        self._file.write(_MAGIC + _HEADER.pack(1, code(self.dtype), len(sizes), len(doc_idx)))
-        self._file.write(sizes.tobytes())
-        start = 0
-        for first in range(0, len(sizes), _CHUNK):  # in chunks: there may be a billion positions
-            ends = np.cumsum(sizes[first : first + _CHUNK], dtype=np.int64) * self.dtype.itemsize + start
-            starts = np.concatenate(([start], ends[:-1]))
-            self._file.write(starts.astype(np.int64).tobytes())
-            start = int(ends[-1])
-        self._file.write(doc_idx.tobytes())
-
-    def __exit__(self, *_: Any) -> None:
-        self._file.close()
 
 
 class Index:
@@ -65,18 +36,11 @@ class Index:
         ValueError: it is not an index in this format.
     """
 
-    _HDR_MAGIC = _MAGIC
-
-    @classmethod
-    def writer(cls, path: str | Path, dtype: Any) -> _Writer:
-        """Return a writer, for ``with Index.writer(path, dtype) as index: index.write(sizes, doc_idx)``."""
-        return _Writer(path, dtype)
-
     def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
         with open(path, "rb") as stream:
             if stream.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"{path} is not an index of a memory-mapped data set")
-            version, self._code, self._len, self._doc_count = _HEADER.unpack(stream.read(_HEADER.size))
+            version, self._code, entries, documents = _HEADER.unpack(stream.read(_HEADER.size))
             if version != 1:
                 raise ValueError(f"{path} has format version {version}; only version 1 is supported")
             start = stream.tell()
@@ -85,37 +49,55 @@ class Index:
         if not skip_warmup:
             buffer[::4096].max(initial=0)  # touches every page
         self._buffer = buffer
-        self._sizes = np.frombuffer(buffer, np.int32, self._len, start)
-        start += self._sizes.nbytes
-        self._pointers = np.frombuffer(buffer, np.int64, self._len, start)
-        self._doc_idx = np.frombuffer(buffer, np.int64, self._doc_count, start + self._pointers.nbytes)
+        self.sizes = np.frombuffer(buffer, np.int32, entries, start)
+        start += self.sizes.nbytes
+        self._pointers = np.frombuffer(buffer, np.int64, entries, start)
+        self.doc_idx = np.frombuffer(buffer, np.int64, documents, start + self._pointers.nbytes)
 
     def take_size(self, nbytes: int) -> None:
         """Interpret an ambiguous dtype code as Megatron-LM does, if only that matches a data file of ``nbytes``."""
         if self._code not in MEGATRON_CODES:
             return
         ours, theirs = CODES[self._code], MEGATRON_CODES[self._code]
-        elements = int(self._sizes.sum(dtype=np.int64))
+        elements = int(self.sizes.sum(dtype=np.int64))
         if elements * np.dtype(theirs).itemsize == nbytes != elements * np.dtype(ours).itemsize:
             self.dtype = theirs
 
-    @property
-    def sizes(self) -> np.ndarray:
-        return self._sizes
-
-    @property
-    def doc_idx(self) -> np.ndarray:
-        return self._doc_idx
-
     def __len__(self) -> int:
-        return self._len
+        return len(self.sizes)
 
     def __getitem__(self, i: int) -> tuple[int, int]:
         """Return (position in bytes, number of elements) of entry ``i``."""
-        return int(self._pointers[i]), int(self._sizes[i])
+        return int(self._pointers[i]), int(self.sizes[i])
 
 
-class MMapIndexedDataset(Dataset[Any]):
+class _Entries(Dataset[Any]):
+    """Entries of a pair of files, by number."""
+
+    sizes: Any
+
+    def get(self, idx: int) -> np.ndarray:
+        """Return an entry. IndexError: out of range."""
+        raise NotImplementedError
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        """Return an entry, or a list of them. IndexError: out of range. ValueError: a slice with a step."""
+        if isinstance(idx, slice):
+            first, stop, step = idx.indices(len(self))  # type: ignore[arg-type]
+            if step != 1:
+                raise ValueError("slices of an indexed data set must be contiguous: leave out the step")
+            return [self.get(i) for i in range(first, stop)]
+        return self.get(idx)
+
+    def size(self, index: int) -> int:
+        return int(self.sizes[index])
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
+
+
+class MMapIndexedDataset(_Entries):
     """Entries of ``path``.bin as numpy arrays; a slice returns a list of them.
 
     Pickled by its path, so that worker processes map the files themselves.
@@ -138,7 +120,6 @@ class MMapIndexedDataset(Dataset[Any]):
         size = data.stat().st_size
         self._index.take_size(size)
         self._bin = np.memmap(data, mode="r") if size else np.empty(0, np.uint8)
-        self._docs: np.ndarray | None = None
 
     def __getstate__(self) -> str:
         return self._path
@@ -148,15 +129,6 @@ class MMapIndexedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._index)
-
-    def __getitem__(self, idx: int | slice) -> Any:
-        """Return an entry, or a list of them. IndexError: out of range. ValueError: a slice with a step."""
-        if isinstance(idx, slice):
-            first, stop, step = idx.indices(len(self))
-            if step != 1:
-                raise ValueError("slices of an indexed data set must be contiguous: leave out the step")
-            return [self.get(i) for i in range(first, stop)]
-        return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return ``length`` elements of entry ``idx`` from ``offset`` on (None: to its end), as a view of the file."""
@@ -179,17 +151,10 @@ class MMapIndexedDataset(Dataset[Any]):
         """Return the number of elements of each entry, int32."""
         return self._index.sizes
 
-    def size(self, index: int) -> int:
-        return int(self._index.sizes[index])
-
     @property
     def doc_idx(self) -> np.ndarray:
         """Return the first entry of each document, and the number of entries."""
-        return self._index.doc_idx if self._docs is None else self._docs
-
-    @staticmethod
-    def exists(path: str | Path) -> bool:
-        return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
+        return self._index.doc_idx
 
     @property
     def dtype(self) -> Any:
@@ -246,8 +211,16 @@ class MMapIndexedDatasetBuilder:
     def finalize(self, index_file: str | Path) -> None:
         """Close the data file and write the index."""
         self._data_file.close()
-        with Index.writer(index_file, self._dtype) as index:
-            index.write(np.frombuffer(self._sizes, np.int32), np.frombuffer(self._doc_idx, np.int64))
+        sizes, dtype = np.frombuffer(self._sizes, np.int32), np.dtype(self._dtype)
+        with open(index_file, "wb") as file:
+            file.write(_MAGIC + _HEADER.pack(1, code(dtype), len(sizes), len(self._doc_idx)))
+            file.write(sizes.tobytes())
+            start = 0
+            for first in range(0, len(sizes), _CHUNK):  # in chunks: there may be a billion positions
+                ends = np.cumsum(sizes[first : first + _CHUNK], dtype=np.int64) * dtype.itemsize + start
+                file.write(np.concatenate(([start], ends[:-1])).astype(np.int64).tobytes())
+                start = int(ends[-1])
+            file.write(self._doc_idx)
 
 
 def make_builder(out_file: str | Path, impl: str, vocab_size: int | None = None) -> MMapIndexedDatasetBuilder:
@@ -266,10 +239,16 @@ def get_available_dataset_impl() -> list[str]:
     return ["lazy", "cached", "mmap"]
 
 
+def _is_there(path: str | Path) -> bool:
+    found = IndexedDataset.exists(path)
+    if not found:
+        logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
+    return found
+
+
 def infer_dataset_impl(path: str | Path) -> str | None:
     """Return 'mmap' or 'cached', by the first bytes of the index; None: there is no index, or its format is unknown."""
-    if not IndexedDataset.exists(path):
-        logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
+    if not _is_there(path):
         return None
     with open(index_file_path(path), "rb") as stream:
         magic = stream.read(8)
@@ -278,8 +257,7 @@ def infer_dataset_impl(path: str | Path) -> str | None:
 
 def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
     """Open the data set in format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: not found."""
-    if not IndexedDataset.exists(path):
-        logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
+    if not _is_there(path):
         return None
     if impl == "infer":
         impl = infer_dataset_impl(path) or ""
@@ -294,7 +272,7 @@ def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
 # The older format of indexed files (fairseq's): arrays of any shape, read from the file by position.
 
 
-class IndexedDataset(Dataset[Any]):
+class IndexedDataset(_Entries):
     """Entries of ``path``.bin as numpy arrays, each read on access; a slice returns a list of them.
 
     Raises:
@@ -307,9 +285,6 @@ class IndexedDataset(Dataset[Any]):
         super().__init__()
         self.path = str(path)
         self.data_file: Any = None
-        self.read_index(self.path)
-
-    def read_index(self, path: str) -> None:
         with open(index_file_path(path), "rb") as stream:
             if stream.read(8) != self._HDR_MAGIC:
                 raise ValueError(f"{index_file_path(path)} is not an index of this format")
@@ -326,13 +301,6 @@ class IndexedDataset(Dataset[Any]):
             self.sizes = read_longs(stream, self.s)
             self.doc_idx = read_longs(stream, self.doc_count)
 
-    def read_data(self, path: str) -> None:
-        self.data_file = open(data_file_path(path), "rb", buffering=0)  # noqa: SIM115 - until the end
-
-    def check_index(self, i: int) -> None:
-        if not 0 <= i < self._len:
-            raise IndexError(f"index {i} is out of range for {self._len} entries")
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "data_file": None}
 
@@ -340,19 +308,14 @@ class IndexedDataset(Dataset[Any]):
         if self.__dict__.get("data_file") is not None:
             self.data_file.close()
 
-    def __getitem__(self, idx: int | slice) -> Any:
-        if isinstance(idx, slice):
-            first, stop, step = idx.indices(len(self))
-            if step != 1:
-                raise ValueError("slices of an indexed data set must be contiguous: leave out the step")
-            return [self._read(i) for i in range(first, stop)]
-        self.check_index(idx)
+    def get(self, idx: int) -> np.ndarray:
+        if not 0 <= idx < self._len:
+            raise IndexError(f"index {idx} is out of range for {self._len} entries")
         return self._read(idx)
 
     def _read(self, i: int) -> np.ndarray:
         if self.data_file is None:
-            self.read_data(self.path)
-        assert self.data_file is not None
+            self.data_file = open(data_file_path(self.path), "rb", buffering=0)  # noqa: SIM115 - until the end
         shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
         self.data_file.seek(int(self.data_offsets[i]) * self.element_size)
         count = int(self.data_offsets[i + 1] - self.data_offsets[i])
@@ -361,13 +324,6 @@ class IndexedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._len
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    @staticmethod
-    def exists(path: str | Path) -> bool:
-        return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
 
 
 class IndexedCachedDataset(IndexedDataset):
@@ -427,7 +383,3 @@ def data_file_path(prefix_path: str | Path) -> str:
 def read_longs(f: IO[bytes], n: int) -> np.ndarray:
     """Read ``n`` 64-bit integers."""
     return np.frombuffer(f.read(8 * n), dtype=np.int64).copy()
-
-
-def write_longs(f: IO[bytes], a: Iterable[int]) -> None:
-    f.write(np.asarray(list(a), dtype=np.int64).tobytes())

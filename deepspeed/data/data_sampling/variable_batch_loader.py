@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -32,15 +34,10 @@ class Packs(Dataset[list[Any]]):
         return [self.pad(sample, self.longest[batch]) for sample in samples]
 
 
-class JoinedPacks:
-    """Collates the samples of several packs as one micro-batch. A class, since worker processes may pickle it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.collate = collate
-
-    def __call__(self, packs: list[list[Any]]) -> Any:
-        samples = [sample for pack in packs for sample in pack]
-        return self.collate(samples) if self.collate is not None else samples
+def _collate_packs(collate: Callable[[list[Any]], Any] | None, packs: list[list[Any]]) -> Any:
+    """Collate the samples of several packs as one micro-batch."""
+    samples = list(chain.from_iterable(packs))
+    return collate(samples) if collate is not None else samples
 
 
 class VariableBatchLoader(DeepSpeedDataLoader):
@@ -81,7 +78,7 @@ class VariableBatchLoader(DeepSpeedDataLoader):
             pin_memory=pin_memory,
             local_rank=0,
             tput_timer=tput_timer,
-            collate_fn=JoinedPacks(collate_fn),
+            collate_fn=partial(_collate_packs, collate_fn),
             num_local_io_workers=num_workers,
             data_sampler=EpochSampler(len(packs), world_size, rank, shuffle=False),
             data_parallel_world_size=world_size,
@@ -105,7 +102,7 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
     def __iter__(self) -> VariableBatchLoader:
         if not self._finished and not self._resuming:  # an abandoned pass
-            self._forget()
+            self.forget_weights()
         super().__iter__()
         return self
 
@@ -119,9 +116,10 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._forget()
+        self.forget_weights()
 
-    def _forget(self) -> None:
+    def forget_weights(self) -> None:
+        """Drop the loss weights of micro-batches that will not be trained."""
         if self.to_train is not None:
             self.to_train.clear()
 

@@ -148,8 +148,8 @@ class VariableBatchSizeLR(LRScheduler):
         self.base_lr_scheduler = lr_scheduler
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.dataloader, self.lr_scaling_method, self.verbose = dataloader, lr_scaling_method, verbose
-        self.base_lrs: list[Any] = self._rates()
-        self.unscaled_lrs = self._rates()
+        self.base_lrs: list[Any] = self.get_lr()
+        self.unscaled_lrs = self.get_lr()
         """Unscaled rates of the schedule at this batch, one per group."""
         self.last_epoch = last_epoch + 1
         self._step_count = 1  # torch's schedulers count their first rate
@@ -159,8 +159,12 @@ class VariableBatchSizeLR(LRScheduler):
     def optimizer(self) -> Optimizer:
         return get_torch_optimizer(self.base_lr_scheduler.optimizer)
 
-    def _rates(self) -> list[float]:
+    def get_lr(self) -> list[float]:
+        """Return the current rates, one per group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        return self.get_lr()
 
     def _scale(self) -> None:
         size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
@@ -170,7 +174,7 @@ class VariableBatchSizeLR(LRScheduler):
         )
         if self.verbose:
             logger.info(
-                f"batch {self.last_epoch} of {size} samples: learning rates {self._rates()} (for "
+                f"batch {self.last_epoch} of {size} samples: learning rates {self.get_lr()} (for "
                 f"{self.base_batch_size} samples {self.unscaled_lrs})"
             )
 
@@ -183,7 +187,7 @@ class VariableBatchSizeLR(LRScheduler):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
                 self.base_lr_scheduler.step(epoch)
-        self.unscaled_lrs = self._rates()
+        self.unscaled_lrs = self.get_lr()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._step_count += 1
         self._scale()
@@ -192,13 +196,6 @@ class VariableBatchSizeLR(LRScheduler):
         """Advance to the next batch without advancing the schedule, after a skipped update (fp16)."""
         self.last_epoch += 1
         self._scale()
-
-    def get_lr(self) -> list[float]:
-        """Return the current rates, one per group."""
-        return self._rates()
-
-    def get_last_lr(self) -> list[float]:
-        return self._rates()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -504,8 +501,7 @@ class BatchFollower:
             self.scheduler.skip()
 
     def _drop(self, **_: Any) -> None:
-        if self.loader.to_train:
-            self.loader.to_train.clear()
+        self.loader.forget_weights()
 
     def _resume(self, **_: Any) -> None:
         self._updates = self.engine.global_steps

@@ -96,11 +96,14 @@ class EngineData:
         )
 
     def _curriculum_sampler(self, samples: int, micro: int, drop_last: bool) -> Any:
-        from deepspeed.data.data_sampling.data_sampler import curriculum_sampler
+        from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
 
         engine = self._engine
         section, steps = engine._config.data_efficiency_config, engine.clock.steps
-        return curriculum_sampler(section, samples, micro, engine.mesh, steps, engine.global_rank, drop_last)
+        rank, size = engine.mesh.rank("dp"), engine.mesh.size("dp")
+        return DeepSpeedDataSampler(
+            section, samples, micro, rank, size, None, steps, engine.global_rank, drop_last
+        )
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""

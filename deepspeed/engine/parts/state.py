@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 from collections.abc import Callable, Container, Mapping
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.observers.progress.start_report import reporter
 from deepspeed.zero.offload.state_moves import HasMovableStates
@@ -309,7 +309,7 @@ class StateMoves:
 
     def collect_python_gc(self) -> int:
         """Collect cyclic garbage now, for ``disable_python_gc``; return the number of objects."""
-        return python_gc_manager.collect()
+        return gc.collect()
 
     def _movable_states(self) -> HasMovableStates:
         optimizer = self._engine.optimizer
