@@ -49,17 +49,15 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
     copy."""
     made = BackgroundWriter()
 
-    def after_step(**_: Any) -> None:
-        if engine.global_steps == 0:
-            return
-        engine.events.off("after_step", after_step)
+    def after_update(**_: Any) -> None:
+        engine.events.off("after_update", after_update)
         ranks = ranks_of(engine)
         to_save = state_to_save(engine, {}, exclude_frozen=False)
         with suppress(CheckpointError):  # the next save reports it
             own = RankCoordinates.on(engine.mesh, ranks)
             made.prepare(CheckpointFiles(to_save, own, node_local=ranks.node_local).values)
 
-    engine.events.on("after_step", after_step)
+    engine.events.on("after_update", after_update)
     return made
 
 

@@ -46,11 +46,10 @@ class Trial:
         self.samples: int | None = None
         self.kept: dict[int, int] = {}
         self._hooks: Any = None
-        self._step = engine.global_steps
         self._timed_from: tuple[int, float] | None = None
         engine.events.on("before_forward", self.first_forward)
         engine.events.on("after_forward", self.end_of_first_forward)
-        engine.events.on("after_step", self.step)
+        engine.events.on("after_update", self.step)
 
     def first_forward(self, *, inputs: Any, kwargs: Any, **_: Any) -> None:
         self.engine.events.off("before_forward", self.first_forward)
@@ -89,9 +88,6 @@ class Trial:
 
     def step(self, **_: Any) -> None:
         done = self.engine.global_steps
-        if done == self._step:  # not a boundary
-            return
-        self._step = done
         if self.profiler is not None and self.profiler.started:
             self.profiler.end_profile()
         if done < self.config.start_profile_step:
