@@ -131,7 +131,9 @@ def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -
 
 
 def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    """Return the divisors in ascending order."""
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
 
 
 SEQUENCE, DATA, TENSOR = "sequence_parallel_size", "data_parallel_size", "tensor_parallel.autotp_size"
@@ -260,12 +262,11 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
     factors = " x ".join(f"{key} {size}" for key, size in wide.items())
     of = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f" ({origin})" if origin else "")
     if share and ranks % share:
-        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
         total = f" = {share}" if len(wide) > 1 else ""
         problems.append(
             Problem(
                 next(iter(wide)),
-                f"{factors}{total} does not divide the job's {of}; these do: {', '.join(map(str, fitting))}",
+                f"{factors}{total} does not divide the job's {of}; these do: {', '.join(map(str, divisors(ranks)))}",
             )
         )
     elif DATA in sizes and sizes[DATA] * share != ranks:
