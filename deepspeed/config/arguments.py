@@ -66,9 +66,6 @@ def _whole_from(least: int) -> Allowed:
 SIZE = Allowed(
     lambda value: is_number(value) and 0 <= value <= MAX_NUMBER, f"a number from 0 to {MAX_NUMBER:g}"
 )
-POSITIVE = Allowed(
-    lambda value: is_number(value) and 0 < value <= MAX_NUMBER, f"a number above 0 and up to {MAX_NUMBER:g}"
-)
 NUMBER = Allowed(is_number, "a finite number")
 SHARE = Allowed(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 FRACTION = Allowed(
@@ -82,7 +79,7 @@ FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
 WORD = Allowed(lambda value: isinstance(value, str), "text")
 STEPS, NO_STEPS = _whole_from(1), _whole_from(0)
 WHOLE = Allowed(is_whole, "a whole number")
-RATE, RATES = SIZE, SIZE.or_list()
+RATES = SIZE.or_list()
 
 
 def _all_finite(value: Any) -> bool:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
@@ -196,16 +196,14 @@ def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -
     return found
 
 
-def parse_sum_dtype(value: Any) -> Dtype | None:
-    """Parse as ``parse_dtype`` does, for a sum, whose dtype may be wider than its terms'."""
-    return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
-
-
 DtypeOrNull = Annotated[
     Dtype | None, PlainValidator(parse_dtype), AllowedValues("'fp16', 'bf16', 'fp32' or null")
 ]
+# The dtype of a sum may be wider than that of its terms.
 SumDtypeOrNull = Annotated[
-    Dtype | None, PlainValidator(parse_sum_dtype), AllowedValues("'fp16', 'bf16', 'fp32', 'fp64' or null")
+    Dtype | None,
+    PlainValidator(partial(parse_dtype, allowed=("fp16", "bf16", "fp32", "fp64"))),
+    AllowedValues("'fp16', 'bf16', 'fp32', 'fp64' or null"),
 ]
 
 
