@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -155,11 +154,16 @@ class DeepSpeedConfig:
         self.scheduler_params = scheduler.params if scheduler else None
 
     def _read_precision(self, c: TrainingConfig) -> None:
-        self.float16_config = c.fp16
-        self.bfloat16_config = c.bf16
-        self.amp = c.amp
+        self.float16_config, self.fp16_enabled = c.fp16, c.fp16.enabled
+        self.bfloat16_config, self.bfloat16_enabled = c.bf16, c.bf16.enabled
+        self.amp, self.amp_enabled, self.amp_params = c.amp, c.amp.enabled, c.amp.params
         self.torch_autocast = c.torch_autocast
-        self.data_types_config = c.data_types
+        self.torch_autocast_enabled = c.torch_autocast.enabled
+        self.torch_autocast_dtype = torch_dtype(c.torch_autocast.dtype)
+        self.torch_autocast_lower_precision_safe_modules = c.torch_autocast.lower_precision_safe_modules
+        self.grad_accum_dtype = torch_dtype(c.data_types.grad_accum_dtype)
+        self.param_dtype = torch_dtype(c.data_types.param_dtype)
+        self.buffer_dtype = torch_dtype(c.data_types.buffer_dtype)
 
     def _read_zero(self, c: TrainingConfig) -> None:
         self.zero_config = c.zero_optimization
@@ -199,7 +203,9 @@ class DeepSpeedConfig:
         self.hybrid_engine = c.hybrid_engine
         self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
         self.applies_sparse_attention = c.sparse_attention is not None
-        self.pld_config = c.progressive_layer_drop
+        self.pld_config = pld = c.progressive_layer_drop
+        self.pld_enabled = pld is not None and pld.enabled
+        self.pld_params = pld.model_dump(exclude={"enabled"}) if pld else None
         self.autotuning_config = c.autotuning
 
     def _read_data(self, c: TrainingConfig) -> None:
@@ -207,7 +213,9 @@ class DeepSpeedConfig:
         self.vocabulary_size = c.vocabulary_size
         self.data_efficiency_config = c.data_efficiency.model_dump()
         self.data_efficiency_enabled = c.data_efficiency.enabled
-        self.curriculum_config_legacy = c.curriculum_learning
+        curriculum = c.curriculum_learning
+        self.curriculum_enabled_legacy = curriculum is not None and curriculum.enabled
+        self.curriculum_params_legacy = curriculum.model_dump(exclude={"enabled"}) if curriculum else None
 
     def _read_checkpoints(self, c: TrainingConfig) -> None:
         self.checkpoint_config = c.checkpoint
@@ -216,7 +224,6 @@ class DeepSpeedConfig:
         self.checkpoint_parallel_write_pipeline = c.checkpoint.parallel_write.pipeline_stage
         self.load_universal_checkpoint = c.checkpoint.load_universal
         self.use_node_local_storage = c.checkpoint.use_node_local_storage
-        self.nebula_config = c.nebula
         self.datastates_config = c.datastates_ckpt
 
     def _read_logging(self, c: TrainingConfig) -> None:
@@ -236,62 +243,6 @@ class DeepSpeedConfig:
         self.compression_config = c.compression_training
         self.weight_quantization_config = c.weight_quantization
         self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
-
-    # Older attribute names, each short for a field of a section.
-
-    fp16_enabled = property(attrgetter("float16_config.enabled"))
-    bfloat16_enabled = property(attrgetter("bfloat16_config.enabled"))
-    amp_enabled = property(attrgetter("amp.enabled"))
-    amp_params = property(attrgetter("amp.params"))
-    torch_autocast_enabled = property(attrgetter("torch_autocast.enabled"))
-
-    @property
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.torch_autocast.dtype)
-
-    torch_autocast_lower_precision_safe_modules = property(
-        attrgetter("torch_autocast.lower_precision_safe_modules")
-    )
-
-    @property
-    def grad_accum_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.grad_accum_dtype)
-
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.param_dtype)
-
-    @property
-    def buffer_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.buffer_dtype)
-
-    @property
-    def eigenvalue_enabled(self) -> bool:
-        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.enabled)
-
-    @property
-    def eigenvalue_verbose(self) -> bool:
-        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.verbose)
-
-    @property
-    def pld_enabled(self) -> bool:
-        return self.pld_config is not None and self.pld_config.enabled
-
-    @property
-    def pld_params(self) -> dict[str, Any] | None:
-        return self.pld_config.model_dump(exclude={"enabled"}) if self.pld_config else None
-
-    @property
-    def curriculum_enabled_legacy(self) -> bool:
-        return self.curriculum_config_legacy is not None and self.curriculum_config_legacy.enabled
-
-    @property
-    def curriculum_params_legacy(self) -> dict[str, Any] | None:
-        return (
-            self.curriculum_config_legacy.model_dump(exclude={"enabled"})
-            if self.curriculum_config_legacy
-            else None
-        )
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
