@@ -208,9 +208,7 @@ def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, k
 class MemoryBudget:
     """The module transform of ``activation_checkpointing.memory_budget``."""
 
-    name = "memory_budget"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "memory_budget", (), ()
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
