@@ -349,6 +349,16 @@ class LenientConfigModel(DeepSpeedConfigModel):
     model_config = ConfigDict(extra="ignore")
 
 
+class Switched(DeepSpeedConfigModel):
+    """A section with a switch."""
+
+    enabled: bool = key(False, "Turn it on.")
+
+
+class LenientSwitched(Switched, LenientConfigModel):
+    """Both: a switch, and unknown keys that do not stop a run."""
+
+
 def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 

@@ -22,6 +22,7 @@ from deepspeed.config.section import (
     Float,
     Int,
     LenientConfigModel,
+    LenientSwitched,
     SumDtypeOrNull,
     finite,
     is_auto,
@@ -136,10 +137,9 @@ def _autocast_dtype(value: Any) -> Dtype | None:
     return parse_dtype(value, ("bf16", "fp16", "fp32"))
 
 
-class TorchAutocastConfig(LenientConfigModel):
+class TorchAutocastConfig(LenientSwitched):
     """`torch.autocast` around forward, run by the engine."""
 
-    enabled: bool = key(False, "Turn it on.")
     dtype: Annotated[
         Dtype | None,
         PlainValidator(_autocast_dtype),
@@ -152,12 +152,10 @@ class TorchAutocastConfig(LenientConfigModel):
     )
 
 
-class AmpConfig(LenientConfigModel):
+class AmpConfig(LenientSwitched):
     """The legacy `amp` section; here it turns on torch's own mixed precision."""
 
     model_config = ConfigDict(extra="allow")
-
-    enabled: bool = key(False, "Turn it on.")
 
     @property
     def params(self) -> dict[str, Any]:
