@@ -195,17 +195,10 @@ class WrongArgument(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Yield the values that no optimizer can use."""
-    yield from _wrong(params, OPTIMIZER)
-
-
-def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Yield the values that the schedule cannot use."""
-    yield from _wrong(params, SCHEDULES.get(name, {}))
-
-
-def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
+def wrong_arguments(
+    params: Mapping[str, Any] | None, table: Mapping[str, Allowed]
+) -> Iterator[WrongArgument]:
+    """Yield the values that cannot be used, by ``OPTIMIZER`` or the table of a schedule."""
     for key, value in (params or {}).items():
         if not _from_json(value):
             continue  # a tensor or function from a script, for a constructor that accepts it

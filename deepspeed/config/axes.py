@@ -69,23 +69,16 @@ class MeshLayout:
             result *= self._size(axis)
         return result
 
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Return a rank's position along each base axis."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
-        result: dict[str, int] = {}
-        for axis in reversed(BASE_AXES):
-            rank, result[axis] = divmod(rank, self._size(axis))
-        return {axis: result[axis] for axis in BASE_AXES}
-
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
         if len(axes) == 1 and axes[0] in DERIVED_AXES:
-            return self._derived_ranks(rank, axes[0])
+            field, inner = DERIVED_AXES[axes[0]]
+            return split_ranks(self.ranks(rank, "dp", "sp"), rank, getattr(self, field), inner=inner)
         for axis in axes:
             if axis not in BASE_AXES:
                 raise ValueError(f"mesh axes {axes}: only {BASE_AXES} can be combined, not {axis!r}")
-        self.coordinate(rank)  # checks that it is in the mesh
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
         found, stride = [rank], self.world_size
         for axis in BASE_AXES:
             size = self._size(axis)
@@ -114,10 +107,6 @@ class MeshLayout:
             raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
         size: int = getattr(self, axis)
         return size
-
-    def _derived_ranks(self, rank: int, axis: str) -> tuple[int, ...]:
-        field, inner = DERIVED_AXES[axis]
-        return split_ranks(self.ranks(rank, "dp", "sp"), rank, getattr(self, field), inner=inner)
 
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:

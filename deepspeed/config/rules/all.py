@@ -10,14 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.arguments import (
-    REQUIRED,
-    WrongArgument,
-    unquote_hint,
-    unquoted_remedy,
-    wrong_optimizer_arguments,
-    wrong_schedule_arguments,
-)
+from deepspeed.config import arguments
+from deepspeed.config.arguments import REQUIRED, unquote_hint, unquoted_remedy, wrong_arguments
 from deepspeed.config.constants import VALID_LR_SCHEDULES
 from deepspeed.config.optimizers import BUILT_IN, OPTIMIZERS, SCHEDULES, classes_of
 from deepspeed.config.problems import nearest, shown
@@ -311,13 +305,13 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
 
 def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     optimizer, scheduler = config.optimizer, config.scheduler
-    wrong: list[tuple[str, Iterator[WrongArgument]]] = []
+    tables = []
     if optimizer is not None:
-        wrong.append(("optimizer", wrong_optimizer_arguments(optimizer.params)))
+        tables.append(("optimizer", optimizer.params, arguments.OPTIMIZER))
     if scheduler is not None and scheduler.type is not None:
-        wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
-    for section, problems in wrong:
-        for key, value, text, fits in problems:
+        tables.append(("scheduler", scheduler.params, arguments.SCHEDULES.get(scheduler.type, {})))
+    for section, params, table in tables:
+        for key, value, text, fits in wrong_arguments(params, table):
             message = f"{shown(value)} is not allowed; expected {text}{unquote_hint(value)}"
             yield Finding((f"{section}.params.{key}",), message, remedy=unquoted_remedy(value, fits))
 
