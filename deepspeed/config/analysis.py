@@ -115,7 +115,8 @@ def analyse(
             written = {key: value for key, value in written.items() if key != section}
             note(f"config section '{section}' is not used: {PASSED[section]} was passed to initialize")
         data = _known_part(written, TrainingConfig, (), result)
-        _convert_old_sections(data, written)
+        if isinstance(data.get(ZERO_OPTIMIZATION), bool):
+            data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(written)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]
         result.config = _validate(data, result)
         if result.config is not None:
@@ -275,12 +276,6 @@ def _old_section(
     note(f"config key '{key}' is deprecated, use '{new}'")
     if new not in data:
         known[new] = _known_below(value, keys_of(TrainingConfig)[new], (key,), result)
-
-
-def _convert_old_sections(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
-    """Convert old forms of whole sections, in place; the models handle old keys inside sections."""
-    if isinstance(data.get(ZERO_OPTIMIZATION), bool):
-        data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
 
 
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:

@@ -113,25 +113,20 @@ class DeepSpeedConfig:
 
             ensure_immutable_elastic_config(source.data[ELASTICITY])
         self.batch: BatchSizes = analysis.batch
-        self._read_batch(self._schema, self.batch)
+        self.train_batch_size = self.batch.train
+        self.train_micro_batch_size_per_gpu = self.batch.micro
+        self.gradient_accumulation_steps = self.batch.accumulation
         self._read_gradients(self._schema)
         self._read_optimizer(self._schema, source.data.get("optimizer") if "optimizer" in unused else None)
         self._read_precision(self._schema)
         self._read_zero(self._schema)
         self._read_parallelism(self._schema)
         self._read_execution(self._schema)
-        self._read_data(self._schema)
-        self._read_checkpoints(self._schema)
+        self._read_data_and_checkpoints(self._schema)
         self._read_logging(self._schema)
-        self._read_compression(self._schema)
-
-    def _read_batch(self, c: TrainingConfig, batch: BatchSizes) -> None:
-        self.train_batch_size = batch.train
-        self.train_micro_batch_size_per_gpu = batch.micro
-        self.gradient_accumulation_steps = batch.accumulation
-        self.managed_gradient_accumulation = c.managed_gradient_accumulation
 
     def _read_gradients(self, c: TrainingConfig) -> None:
+        self.managed_gradient_accumulation = c.managed_gradient_accumulation
         self.gradient_clipping = c.gradient_clipping
         self.prescale_gradients = c.prescale_gradients
         self.gradient_predivide_factor = c.gradient_predivide_factor
@@ -196,7 +191,10 @@ class DeepSpeedConfig:
         self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
 
     def _read_execution(self, c: TrainingConfig) -> None:
-        """Read the keys for how forward and backward run."""
+        """Read the keys for how forward and backward run, and for pruning and quantization of the model."""
+        self.compression_config = c.compression_training
+        self.weight_quantization_config = c.weight_quantization
+        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
         self.activation_checkpointing_config = c.activation_checkpointing
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
@@ -208,7 +206,7 @@ class DeepSpeedConfig:
         self.pld_params = pld.model_dump(exclude={"enabled"}) if pld else None
         self.autotuning_config = c.autotuning
 
-    def _read_data(self, c: TrainingConfig) -> None:
+    def _read_data_and_checkpoints(self, c: TrainingConfig) -> None:
         self.dataloader_drop_last = c.dataloader_drop_last
         self.vocabulary_size = c.vocabulary_size
         self.data_efficiency_config = c.data_efficiency.model_dump()
@@ -216,8 +214,6 @@ class DeepSpeedConfig:
         curriculum = c.curriculum_learning
         self.curriculum_enabled_legacy = curriculum is not None and curriculum.enabled
         self.curriculum_params_legacy = curriculum.model_dump(exclude={"enabled"}) if curriculum else None
-
-    def _read_checkpoints(self, c: TrainingConfig) -> None:
         self.checkpoint_config = c.checkpoint
         self.checkpoint_tag_validation_enabled = c.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = c.checkpoint.tag_validation == ValidationMode.FAIL
@@ -237,12 +233,6 @@ class DeepSpeedConfig:
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
-
-    def _read_compression(self, c: TrainingConfig) -> None:
-        """Read the keys for pruning and quantization of the model."""
-        self.compression_config = c.compression_training
-        self.weight_quantization_config = c.weight_quantization
-        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""

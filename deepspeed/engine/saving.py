@@ -128,7 +128,7 @@ def save_checkpoint(
         RankCoordinates.on(engine.mesh, ranks),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
-        on_tag_mismatch=_tag_validation(engine),
+        on_tag_mismatch=settings.tag_validation,
         keep_last=keep_last,
         on_commit=on_commit,
     )
@@ -204,12 +204,6 @@ def _described(module: Any) -> dict[str, Any]:
 
 def ranks_of(engine: Engine) -> Ranks:
     return Ranks(node_local=bool(engine._config.use_node_local_storage))
-
-
-def _tag_validation(engine: Engine) -> str:
-    if not engine._config.checkpoint_tag_validation_enabled:
-        return "IGNORE"
-    return "FAIL" if engine._config.checkpoint_tag_validation_fail else "WARN"
 
 
 def optimizer_order(engine: Engine) -> list[list[str]]:

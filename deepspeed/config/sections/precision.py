@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import (
@@ -133,16 +134,12 @@ class NativeProductsConfig(DeepSpeedConfigModel):
     enabled: bool = key(False, "Use them.")
 
 
-def _autocast_dtype(value: Any) -> Dtype | None:
-    return parse_dtype(value, ("bf16", "fp16", "fp32"))
-
-
 class TorchAutocastConfig(LenientSwitched):
     """`torch.autocast` around forward, run by the engine."""
 
     dtype: Annotated[
         Dtype | None,
-        PlainValidator(_autocast_dtype),
+        PlainValidator(partial(parse_dtype, allowed=("bf16", "fp16", "fp32"))),
         AllowedValues("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
     ] = key(None, "Autocast dtype; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = key(
