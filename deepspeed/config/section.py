@@ -65,10 +65,16 @@ def _with_serializer(value: Any) -> Any:
     return value
 
 
-def defer_validators(model: type[BaseModel]) -> None:
-    """Annotate the section fields of a model, before its own validators are built."""
+_OF_THE_SECTION: Any = object()
+"""Default of a section field until its model is complete."""
+
+
+def complete_sections(model: type[BaseModel]) -> None:
+    """Annotate the section fields of a model and set their defaults, before its own validators are built."""
     for field in model.model_fields.values():
         section = _section_in(field.annotation)
+        if section is not None and field.default is _OF_THE_SECTION:
+            field.default = section.model_construct()
         inherited = any(isinstance(item, LazySection) for item in field.metadata)
         if section is not None and not inherited:
             field.metadata.insert(0, LazySection(section))  # inside the field's other validators
@@ -210,9 +216,9 @@ SumDtypeOrNull = Annotated[
 # ----------------------------------------------------------------------------------------- the base class
 
 
-def section(model: type[BaseModel], description: str) -> Any:
+def section(description: str) -> Any:
     """Define a field that is another section; its default is the section's defaults, which are not validated."""
-    return Field(model.model_construct(), description=description)
+    return Field(_OF_THE_SECTION, description=description)
 
 
 def required(description: str) -> Any:
@@ -298,7 +304,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        defer_validators(cls)
+        complete_sections(cls)
 
     def __init__(self, /, strict: bool = False, **data: Any) -> None:
         old_spellings, required_fields, takes_auto = _special_fields(type(self))

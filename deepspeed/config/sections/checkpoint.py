@@ -92,7 +92,7 @@ class CheckpointConfig(LenientConfigModel):
     )
     load_universal: bool = key(False, "The checkpoint to load is a universal one.")
     use_node_local_storage: bool = key(False, "Each node has its own folder instead of a shared one.")
-    parallel_write: ParallelWriteConfig = section(ParallelWriteConfig, "Who writes what.")
+    parallel_write: ParallelWriteConfig = section("Who writes what.")
     checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
     writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
     keep_last: Int | None = key(

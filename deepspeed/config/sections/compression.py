@@ -71,7 +71,7 @@ class WeightQuantizationShared(LenientSwitched):
 class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all groups.")
+    shared_parameters: WeightQuantizationShared = section("For all groups.")
     different_groups: dict[str, WeightQuantizationGroup] = key({}, "Groups, by any name.")
 
 
@@ -92,7 +92,7 @@ class ActivationQuantizationShared(LenientSwitched):
 class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
-    shared_parameters: ActivationQuantizationShared = section(ActivationQuantizationShared, "For all groups.")
+    shared_parameters: ActivationQuantizationShared = section("For all groups.")
     different_groups: dict[str, ActivationQuantizationGroup] = key({}, "Groups, by any name.")
 
 
@@ -133,45 +133,41 @@ class HeadPruningShared(_PruningShared):
 class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
-    shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all groups.")
+    shared_parameters: SparsePruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
-    shared_parameters: RowPruningShared = section(RowPruningShared, "For all groups.")
+    shared_parameters: RowPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
-    shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all groups.")
+    shared_parameters: HeadPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
-    shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all groups.")
+    shared_parameters: ChannelPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class CompressionConfig(LenientConfigModel):
     """Quantization, pruning and layer reduction while training."""
 
-    layer_reduction: LayerReductionConfig = section(LayerReductionConfig, "Fewer layers.")
-    weight_quantization: WeightQuantizationTraining = section(
-        WeightQuantizationTraining, "Weights in few bits."
-    )
-    activation_quantization: ActivationQuantizationTraining = section(
-        ActivationQuantizationTraining, "Activations in few bits."
-    )
-    sparse_pruning: SparsePruningTraining = section(SparsePruningTraining, "Fewer weights.")
-    row_pruning: RowPruningTraining = section(RowPruningTraining, "Fewer rows.")
-    head_pruning: HeadPruningTraining = section(HeadPruningTraining, "Fewer heads.")
-    channel_pruning: ChannelPruningTraining = section(ChannelPruningTraining, "Fewer channels.")
+    layer_reduction: LayerReductionConfig = section("Fewer layers.")
+    weight_quantization: WeightQuantizationTraining = section("Weights in few bits.")
+    activation_quantization: ActivationQuantizationTraining = section("Activations in few bits.")
+    sparse_pruning: SparsePruningTraining = section("Fewer weights.")
+    row_pruning: RowPruningTraining = section("Fewer rows.")
+    head_pruning: HeadPruningTraining = section("Fewer heads.")
+    channel_pruning: ChannelPruningTraining = section("Fewer channels.")
 
 
 class EigenvalueConfig(LenientSwitched):
@@ -215,11 +211,11 @@ class QuantizeTrainingConfig(LenientSwitched):
     quantize_type: Literal["symmetric", "asymmetric"] | None = key(
         None, "Short form of `quantize_algo.q_type`."
     )
-    quantize_algo: QuantizeAlgorithmConfig = section(QuantizeAlgorithmConfig, "Quantization algorithm.")
-    quantize_bits: QuantizeBitsConfig = section(QuantizeBitsConfig, "Number of bits.")
-    quantize_schedule: QuantizeScheduleConfig = section(QuantizeScheduleConfig, "Schedule of the bits.")
+    quantize_algo: QuantizeAlgorithmConfig = section("Quantization algorithm.")
+    quantize_bits: QuantizeBitsConfig = section("Number of bits.")
+    quantize_schedule: QuantizeScheduleConfig = section("Schedule of the bits.")
     quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
-    fp16_mixed_quantize: FP16MixedQuantizeConfig = section(FP16MixedQuantizeConfig, "Gradual change.")
+    fp16_mixed_quantize: FP16MixedQuantizeConfig = section("Gradual change.")
     eigenvalue: EigenvalueConfig | None = key(None, "Curvature of each block.")
 
 

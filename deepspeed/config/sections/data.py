@@ -99,9 +99,9 @@ class DataSamplingConfig(LenientSwitched):
     num_workers: Int = key(0, "Loader processes.", ge=0)
     pin_memory: bool = key(False, "Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = section(
-        DataSamplingCurriculumConfig, "Curriculum over any metric: easy samples first."
+        "Curriculum over any metric: easy samples first."
     )
-    dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "Batches sized by tokens.")
+    dynamic_batching: DynamicBatchingConfig = section("Batches sized by tokens.")
 
 
 class RandomLTDScheduleDetails(LenientConfigModel):
@@ -171,7 +171,7 @@ class RandomLTDConfig(LenientSwitched):
     )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = section(
-        LayerTokenLRScheduleConfig, "Learning-rate schedule over processed tokens."
+        "Learning-rate schedule over processed tokens."
     )
     micro_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
     global_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
@@ -180,17 +180,15 @@ class RandomLTDConfig(LenientSwitched):
 class DataRoutingConfig(LenientSwitched):
     """Choice of the tokens that pass through each layer."""
 
-    random_ltd: RandomLTDConfig = section(RandomLTDConfig, "Random layer token dropping.")
+    random_ltd: RandomLTDConfig = section("Random layer token dropping.")
 
 
 class DataEfficiencyConfig(LenientSwitched):
     """Data efficiency library."""
 
     seed: Int = key(1234, "Seed of the random choices.")
-    data_sampling: DataSamplingConfig = section(DataSamplingConfig, "Selection of samples.")
-    data_routing: DataRoutingConfig = section(
-        DataRoutingConfig, "Selection of the tokens that layers process."
-    )
+    data_sampling: DataSamplingConfig = section("Selection of samples.")
+    data_routing: DataRoutingConfig = section("Selection of the tokens that layers process.")
 
 
 class CurriculumLegacyConfig(LenientSwitched):

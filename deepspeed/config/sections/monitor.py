@@ -114,7 +114,7 @@ class MonitorConfig(DeepSpeedConfigModel):
     """Watching a run."""
 
     live: Annotated[LiveConfig, BeforeValidator(_live_switch), AllowedValues("true, false or an object")] = (
-        section(LiveConfig, "The live page and its record; `true`: with the defaults.")
+        section("The live page and its record; `true`: with the defaults.")
     )
     x: Literal["samples", "steps", "tokens"] = key(
         "samples",
