@@ -65,7 +65,7 @@ def _with_serializer(value: Any) -> Any:
     return value
 
 
-_OF_THE_SECTION: Any = object()
+_OF_THE_SECTION = "the section's own"
 """Default of a section field until its model is complete."""
 
 
