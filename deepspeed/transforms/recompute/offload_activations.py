@@ -224,8 +224,22 @@ def _storage_key(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 
 
-get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload
-"""The documented function of the same arguments."""
+def get_checkpoint_hidden_states_offloading_ctx_manager(
+    use_pin_memory: bool = True,
+    use_streams: bool = True,
+    min_offload_bytes: int = 1024,
+    max_fwd_stash_count: int = 2,
+    max_cpu_buffer_pool_count: int = 64,
+    keep_last_count: int = 1,
+) -> CheckpointHiddenStatesOffload:
+    return CheckpointHiddenStatesOffload(
+        use_pin_memory,
+        use_streams,
+        min_offload_bytes,
+        max_fwd_stash_count,
+        max_cpu_buffer_pool_count,
+        keep_last_count,
+    )
 
 
 # Layers of Transformers -----------------------------------------------------------------------------------------
