@@ -303,22 +303,16 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
         try:
             return TrainingConfig(**data)
         except ValidationError as error:
-            from deepspeed.config.refusals import (
-                plain_meaning,  # only for configs with mistakes
-                refusals,
-                value_at,
-            )
+            # Only for configs with mistakes.
+            from deepspeed.config.refusals import plain_meaning, refusals, value_at
 
             before = len(refused)
             for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):
                 dotted = ".".join(map(str, path))
                 known = refused, result.doubtful
                 if not any(key in found for key in (dotted, f"{dotted}.{missing}") for found in known):
-                    meant = (
-                        None
-                        if missing
-                        else plain_meaning(TrainingConfig, path, value_at(result.source.data, path, None))
-                    )
+                    value = value_at(result.source.data, path, None)
+                    meant = None if missing else plain_meaning(TrainingConfig, path, value)
                     result.error(path, message, meant)
                 refused.add(dotted)
             if len(refused) == before:
@@ -332,15 +326,10 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
     *parents, leaf = dotted.split(".")
     owner: Any = data
     for part in parents:
-        owner = (
-            owner[int(part)]
-            if isinstance(owner, list)
-            else owner.get(part)
-            if isinstance(owner, dict)
-            else None
-        )
-        if owner is None:
-            return
+        if isinstance(owner, list):
+            owner = owner[int(part)]
+        else:
+            owner = owner.get(part) if isinstance(owner, dict) else None
     if isinstance(owner, dict):
         owner.pop(leaf, None)
     elif isinstance(owner, list):  # the whole list is removed, so that other items keep their indices

@@ -213,13 +213,8 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
     except (TypeError, ValueError):
         shape = ()
     if len(shape) != 2 or min(shape) < 1:
-        problems.append(
-            Problem(
-                MESH_PARAM,
-                f"{shown(mesh_param)}: expected the mesh sizes (data-parallel ranks, ranks that share a "
-                "sequence), such as (4, 2)",
-            )
-        )
+        text = "expected the mesh sizes (data-parallel ranks, ranks that share a sequence), such as (4, 2)"
+        problems.append(Problem(MESH_PARAM, f"{shown(mesh_param)}: {text}"))
         return sizes
     asked = {DATA: shape[0], SEQUENCE: shape[1]}
     problems.extend(
@@ -235,13 +230,11 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
 
 def _with_split(sizes: dict[str, int], split_over: int, problems: list[Problem]) -> dict[str, int]:
     if sizes.get(TENSOR, split_over) != split_over:
-        problems.append(
-            Problem(
-                TENSOR,
-                f"{sizes[TENSOR]} was given, but the model's parameters are split over {split_over} ranks already; "
-                "leave it out, or pass a model that is not split",
-            )
+        text = (
+            f"{sizes[TENSOR]} was given, but the model's parameters are split over {split_over} ranks already; "
+            "leave it out, or pass a model that is not split"
         )
+        problems.append(Problem(TENSOR, text))
     return {**sizes, TENSOR: split_over}
 
 
@@ -252,21 +245,16 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
     of = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f" ({origin})" if origin else "")
     if share and ranks % share:
         total = f" = {share}" if len(wide) > 1 else ""
-        problems.append(
-            Problem(
-                next(iter(wide)),
-                f"{factors}{total} does not divide the job's {of}; these do: {', '.join(map(str, divisors(ranks)))}",
-            )
-        )
+        fitting = ", ".join(map(str, divisors(ranks)))
+        text = f"{factors}{total} does not divide the job's {of}; these do: {fitting}"
+        problems.append(Problem(next(iter(wide)), text))
     elif DATA in sizes and sizes[DATA] * share != ranks:
         product = " x ".join([f"{DATA} {sizes[DATA]}", *([factors] if factors else [])])
-        problems.append(
-            Problem(
-                DATA,
-                f"{product} = {sizes[DATA] * share} does not match the job's {of}; set {DATA} to "
-                f"{ranks // share}, or leave it out",
-            )
+        text = (
+            f"{product} = {sizes[DATA] * share} does not match the job's {of}; set {DATA} to "
+            f"{ranks // share}, or leave it out"
         )
+        problems.append(Problem(DATA, text))
 
 
 def _data_axis(mesh: Any) -> int:

@@ -160,10 +160,8 @@ def _attach_monitors(engine: Engine, clock: WallClockBreakdown | None) -> None:
     live = config.schema.monitor.live.enabled and engine.core is not None
     watched = live or config.monitor_config.enabled
     if watched or config.schema.monitor.x == "tokens":
-        _ = (
-            engine.monitor,
-            engine.curve_axis,
-        )  # made now: writers open their files, and token counts go into checkpoints
+        # Made now: writers open their files, and token counts go into checkpoints.
+        _ = engine.monitor, engine.curve_axis
     reader = None
     if watched and is_rank_zero():
         from deepspeed.engine.observers.progress.readings import StepReader
