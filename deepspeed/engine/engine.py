@@ -403,7 +403,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
         self.facts.norm, self.facts.applied = result.norm, result.applied
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._config.train_batch_size
 
     # After an exception --------------------------------------------------------------------------------------
 
