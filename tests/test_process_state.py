@@ -114,8 +114,8 @@ STATE = {
 # Constructors of what cannot change.
 FROZEN = re.compile(
     r"frozenset|re\.compile|Path|TypeVar|ParamSpec|struct\.Struct|range|Struct|partial|timedelta|timed_op|Allowed"
-    r"|dict\.fromkeys|os\.getenv|str\.maketrans|torch\.device|Launcher|LazyTensor|LaunchEntry|Remedy|tl\.constexpr|_getter"
-    r"|json\.JSONDecoder|ToolFormat|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerProfile|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
+    r"|dict\.fromkeys|os\.getenv|str\.maketrans|torch\.device|Launcher|LazyTensor|LaunchEntry|Remedy|tl\.constexpr"
+    r"|json\.JSONDecoder|ToolFormat|.*\.(format|join|split|lower|upper|startswith|device_name|or_list)|OptimizerProfile|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
     re.DOTALL,
 )
 

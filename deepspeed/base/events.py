@@ -14,6 +14,7 @@ EVENTS = (
     "before_step",
     "at_boundary",
     "after_step",
+    "after_update",  # follows the "after_step" of a boundary, also if the update was skipped
     "on_save",
     "on_load",
     "on_error",  # an exception ends the batch

@@ -115,7 +115,8 @@ def analyse(
             written = {key: value for key, value in written.items() if key != section}
             note(f"config section '{section}' is not used: {PASSED[section]} was passed to initialize")
         data = _known_part(written, TrainingConfig, (), result)
-        _convert_old_sections(data, written)
+        if isinstance(data.get(ZERO_OPTIMIZATION), bool):
+            data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(written)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]
         result.config = _validate(data, result)
         if result.config is not None:
@@ -277,12 +278,6 @@ def _old_section(
         known[new] = _known_below(value, keys_of(TrainingConfig)[new], (key,), result)
 
 
-def _convert_old_sections(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
-    """Convert old forms of whole sections, in place; the models handle old keys inside sections."""
-    if isinstance(data.get(ZERO_OPTIMIZATION), bool):
-        data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
-
-
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
     """Return the paths of "auto" values that are still to be filled in (not of keys for which "auto" is a valid
     choice)."""
@@ -308,22 +303,16 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
         try:
             return TrainingConfig(**data)
         except ValidationError as error:
-            from deepspeed.config.refusals import (
-                plain_meaning,  # only for configs with mistakes
-                refusals,
-                value_at,
-            )
+            # Only for configs with mistakes.
+            from deepspeed.config.refusals import plain_meaning, refusals, value_at
 
             before = len(refused)
             for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):
                 dotted = ".".join(map(str, path))
                 known = refused, result.doubtful
                 if not any(key in found for key in (dotted, f"{dotted}.{missing}") for found in known):
-                    meant = (
-                        None
-                        if missing
-                        else plain_meaning(TrainingConfig, path, value_at(result.source.data, path, None))
-                    )
+                    value = value_at(result.source.data, path, None)
+                    meant = None if missing else plain_meaning(TrainingConfig, path, value)
                     result.error(path, message, meant)
                 refused.add(dotted)
             if len(refused) == before:
@@ -337,15 +326,10 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
     *parents, leaf = dotted.split(".")
     owner: Any = data
     for part in parents:
-        owner = (
-            owner[int(part)]
-            if isinstance(owner, list)
-            else owner.get(part)
-            if isinstance(owner, dict)
-            else None
-        )
-        if owner is None:
-            return
+        if isinstance(owner, list):
+            owner = owner[int(part)]
+        else:
+            owner = owner.get(part) if isinstance(owner, dict) else None
     if isinstance(owner, dict):
         owner.pop(leaf, None)
     elif isinstance(owner, list):  # the whole list is removed, so that other items keep their indices

@@ -66,9 +66,6 @@ def _whole_from(least: int) -> Allowed:
 SIZE = Allowed(
     lambda value: is_number(value) and 0 <= value <= MAX_NUMBER, f"a number from 0 to {MAX_NUMBER:g}"
 )
-POSITIVE = Allowed(
-    lambda value: is_number(value) and 0 < value <= MAX_NUMBER, f"a number above 0 and up to {MAX_NUMBER:g}"
-)
 NUMBER = Allowed(is_number, "a finite number")
 SHARE = Allowed(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 FRACTION = Allowed(
@@ -82,7 +79,7 @@ FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
 WORD = Allowed(lambda value: isinstance(value, str), "text")
 STEPS, NO_STEPS = _whole_from(1), _whole_from(0)
 WHOLE = Allowed(is_whole, "a whole number")
-RATE, RATES = SIZE, SIZE.or_list()
+RATES = SIZE.or_list()
 
 
 def _all_finite(value: Any) -> bool:
@@ -198,17 +195,10 @@ class WrongArgument(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Yield the values that no optimizer can use."""
-    yield from _wrong(params, OPTIMIZER)
-
-
-def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Yield the values that the schedule cannot use."""
-    yield from _wrong(params, SCHEDULES.get(name, {}))
-
-
-def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
+def wrong_arguments(
+    params: Mapping[str, Any] | None, table: Mapping[str, Allowed]
+) -> Iterator[WrongArgument]:
+    """Yield the values that cannot be used, by ``OPTIMIZER`` or the table of a schedule."""
     for key, value in (params or {}).items():
         if not _from_json(value):
             continue  # a tensor or function from a script, for a constructor that accepts it

@@ -69,23 +69,16 @@ class MeshLayout:
             result *= self._size(axis)
         return result
 
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Return a rank's position along each base axis."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
-        result: dict[str, int] = {}
-        for axis in reversed(BASE_AXES):
-            rank, result[axis] = divmod(rank, self._size(axis))
-        return {axis: result[axis] for axis in BASE_AXES}
-
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
         if len(axes) == 1 and axes[0] in DERIVED_AXES:
-            return self._derived_ranks(rank, axes[0])
+            field, inner = DERIVED_AXES[axes[0]]
+            return split_ranks(self.ranks(rank, "dp", "sp"), rank, getattr(self, field), inner=inner)
         for axis in axes:
             if axis not in BASE_AXES:
                 raise ValueError(f"mesh axes {axes}: only {BASE_AXES} can be combined, not {axis!r}")
-        self.coordinate(rank)  # checks that it is in the mesh
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
         found, stride = [rank], self.world_size
         for axis in BASE_AXES:
             size = self._size(axis)
@@ -115,10 +108,6 @@ class MeshLayout:
         size: int = getattr(self, axis)
         return size
 
-    def _derived_ranks(self, rank: int, axis: str) -> tuple[int, ...]:
-        field, inner = DERIVED_AXES[axis]
-        return split_ranks(self.ranks(rank, "dp", "sp"), rank, getattr(self, field), inner=inner)
-
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
     """Split `ranks` into runs of `block`; return the run of `rank` (inner), or the ranks with its position in every run
@@ -131,7 +120,9 @@ def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -
 
 
 def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    """Return the divisors in ascending order."""
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
 
 
 SEQUENCE, DATA, TENSOR = "sequence_parallel_size", "data_parallel_size", "tensor_parallel.autotp_size"
@@ -222,13 +213,8 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
     except (TypeError, ValueError):
         shape = ()
     if len(shape) != 2 or min(shape) < 1:
-        problems.append(
-            Problem(
-                MESH_PARAM,
-                f"{shown(mesh_param)}: expected the mesh sizes (data-parallel ranks, ranks that share a "
-                "sequence), such as (4, 2)",
-            )
-        )
+        text = "expected the mesh sizes (data-parallel ranks, ranks that share a sequence), such as (4, 2)"
+        problems.append(Problem(MESH_PARAM, f"{shown(mesh_param)}: {text}"))
         return sizes
     asked = {DATA: shape[0], SEQUENCE: shape[1]}
     problems.extend(
@@ -244,13 +230,11 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
 
 def _with_split(sizes: dict[str, int], split_over: int, problems: list[Problem]) -> dict[str, int]:
     if sizes.get(TENSOR, split_over) != split_over:
-        problems.append(
-            Problem(
-                TENSOR,
-                f"{sizes[TENSOR]} was given, but the model's parameters are split over {split_over} ranks already; "
-                "leave it out, or pass a model that is not split",
-            )
+        text = (
+            f"{sizes[TENSOR]} was given, but the model's parameters are split over {split_over} ranks already; "
+            "leave it out, or pass a model that is not split"
         )
+        problems.append(Problem(TENSOR, text))
     return {**sizes, TENSOR: split_over}
 
 
@@ -260,23 +244,17 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
     factors = " x ".join(f"{key} {size}" for key, size in wide.items())
     of = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f" ({origin})" if origin else "")
     if share and ranks % share:
-        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
         total = f" = {share}" if len(wide) > 1 else ""
-        problems.append(
-            Problem(
-                next(iter(wide)),
-                f"{factors}{total} does not divide the job's {of}; these do: {', '.join(map(str, fitting))}",
-            )
-        )
+        fitting = ", ".join(map(str, divisors(ranks)))
+        text = f"{factors}{total} does not divide the job's {of}; these do: {fitting}"
+        problems.append(Problem(next(iter(wide)), text))
     elif DATA in sizes and sizes[DATA] * share != ranks:
         product = " x ".join([f"{DATA} {sizes[DATA]}", *([factors] if factors else [])])
-        problems.append(
-            Problem(
-                DATA,
-                f"{product} = {sizes[DATA] * share} does not match the job's {of}; set {DATA} to "
-                f"{ranks // share}, or leave it out",
-            )
+        text = (
+            f"{product} = {sizes[DATA] * share} does not match the job's {of}; set {DATA} to "
+            f"{ranks // share}, or leave it out"
         )
+        problems.append(Problem(DATA, text))
 
 
 def _data_axis(mesh: Any) -> int:

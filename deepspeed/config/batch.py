@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed.config.axes import divisors
+
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 GAS = "gradient_accumulation_steps"
@@ -88,7 +90,7 @@ def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin:
     if train % unit == 0:
         return train // unit
     ways = [f"{TRAIN} {_either(_neighbours(train, unit))}"]
-    fitting = _divisors(train // dp_world) if train % dp_world == 0 else []
+    fitting = divisors(train // dp_world) if train % dp_world == 0 else []
     if fitting:
         ways.append(f"{key} {_either(_nearest(fitting, number))}")
     given = f"{key} {number} ({origin[key]}) x {ranks} = {unit}"
@@ -129,11 +131,6 @@ def _neighbours(value: int, unit: int) -> list[int]:
     """Return the multiples of `unit` around `value`, except zero."""
     below = value // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
-
-
-def _divisors(value: int) -> list[int]:
-    small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
-    return sorted({*small, *(value // d for d in small)})
 
 
 def _nearest(candidates: list[int], value: int) -> list[int]:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -114,25 +113,20 @@ class DeepSpeedConfig:
 
             ensure_immutable_elastic_config(source.data[ELASTICITY])
         self.batch: BatchSizes = analysis.batch
-        self._read_batch(self._schema, self.batch)
+        self.train_batch_size = self.batch.train
+        self.train_micro_batch_size_per_gpu = self.batch.micro
+        self.gradient_accumulation_steps = self.batch.accumulation
         self._read_gradients(self._schema)
         self._read_optimizer(self._schema, source.data.get("optimizer") if "optimizer" in unused else None)
         self._read_precision(self._schema)
         self._read_zero(self._schema)
         self._read_parallelism(self._schema)
         self._read_execution(self._schema)
-        self._read_data(self._schema)
-        self._read_checkpoints(self._schema)
+        self._read_data_and_checkpoints(self._schema)
         self._read_logging(self._schema)
-        self._read_compression(self._schema)
-
-    def _read_batch(self, c: TrainingConfig, batch: BatchSizes) -> None:
-        self.train_batch_size = batch.train
-        self.train_micro_batch_size_per_gpu = batch.micro
-        self.gradient_accumulation_steps = batch.accumulation
-        self.managed_gradient_accumulation = c.managed_gradient_accumulation
 
     def _read_gradients(self, c: TrainingConfig) -> None:
+        self.managed_gradient_accumulation = c.managed_gradient_accumulation
         self.gradient_clipping = c.gradient_clipping
         self.prescale_gradients = c.prescale_gradients
         self.gradient_predivide_factor = c.gradient_predivide_factor
@@ -155,11 +149,16 @@ class DeepSpeedConfig:
         self.scheduler_params = scheduler.params if scheduler else None
 
     def _read_precision(self, c: TrainingConfig) -> None:
-        self.float16_config = c.fp16
-        self.bfloat16_config = c.bf16
-        self.amp = c.amp
+        self.float16_config, self.fp16_enabled = c.fp16, c.fp16.enabled
+        self.bfloat16_config, self.bfloat16_enabled = c.bf16, c.bf16.enabled
+        self.amp, self.amp_enabled, self.amp_params = c.amp, c.amp.enabled, c.amp.params
         self.torch_autocast = c.torch_autocast
-        self.data_types_config = c.data_types
+        self.torch_autocast_enabled = c.torch_autocast.enabled
+        self.torch_autocast_dtype = torch_dtype(c.torch_autocast.dtype)
+        self.torch_autocast_lower_precision_safe_modules = c.torch_autocast.lower_precision_safe_modules
+        self.grad_accum_dtype = torch_dtype(c.data_types.grad_accum_dtype)
+        self.param_dtype = torch_dtype(c.data_types.param_dtype)
+        self.buffer_dtype = torch_dtype(c.data_types.buffer_dtype)
 
     def _read_zero(self, c: TrainingConfig) -> None:
         self.zero_config = c.zero_optimization
@@ -192,31 +191,35 @@ class DeepSpeedConfig:
         self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
 
     def _read_execution(self, c: TrainingConfig) -> None:
-        """Read the keys for how forward and backward run."""
+        """Read the keys for how forward and backward run, and for pruning and quantization of the model."""
+        self.compression_config = c.compression_training
+        self.weight_quantization_config = c.weight_quantization
+        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
         self.activation_checkpointing_config = c.activation_checkpointing
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
         self.hybrid_engine = c.hybrid_engine
         self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
         self.applies_sparse_attention = c.sparse_attention is not None
-        self.pld_config = c.progressive_layer_drop
+        self.pld_config = pld = c.progressive_layer_drop
+        self.pld_enabled = pld is not None and pld.enabled
+        self.pld_params = pld.model_dump(exclude={"enabled"}) if pld else None
         self.autotuning_config = c.autotuning
 
-    def _read_data(self, c: TrainingConfig) -> None:
+    def _read_data_and_checkpoints(self, c: TrainingConfig) -> None:
         self.dataloader_drop_last = c.dataloader_drop_last
         self.vocabulary_size = c.vocabulary_size
         self.data_efficiency_config = c.data_efficiency.model_dump()
         self.data_efficiency_enabled = c.data_efficiency.enabled
-        self.curriculum_config_legacy = c.curriculum_learning
-
-    def _read_checkpoints(self, c: TrainingConfig) -> None:
+        curriculum = c.curriculum_learning
+        self.curriculum_enabled_legacy = curriculum is not None and curriculum.enabled
+        self.curriculum_params_legacy = curriculum.model_dump(exclude={"enabled"}) if curriculum else None
         self.checkpoint_config = c.checkpoint
         self.checkpoint_tag_validation_enabled = c.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = c.checkpoint.tag_validation == ValidationMode.FAIL
         self.checkpoint_parallel_write_pipeline = c.checkpoint.parallel_write.pipeline_stage
         self.load_universal_checkpoint = c.checkpoint.load_universal
         self.use_node_local_storage = c.checkpoint.use_node_local_storage
-        self.nebula_config = c.nebula
         self.datastates_config = c.datastates_ckpt
 
     def _read_logging(self, c: TrainingConfig) -> None:
@@ -230,68 +233,6 @@ class DeepSpeedConfig:
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
-
-    def _read_compression(self, c: TrainingConfig) -> None:
-        """Read the keys for pruning and quantization of the model."""
-        self.compression_config = c.compression_training
-        self.weight_quantization_config = c.weight_quantization
-        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
-
-    # Older attribute names, each short for a field of a section.
-
-    fp16_enabled = property(attrgetter("float16_config.enabled"))
-    bfloat16_enabled = property(attrgetter("bfloat16_config.enabled"))
-    amp_enabled = property(attrgetter("amp.enabled"))
-    amp_params = property(attrgetter("amp.params"))
-    torch_autocast_enabled = property(attrgetter("torch_autocast.enabled"))
-
-    @property
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.torch_autocast.dtype)
-
-    torch_autocast_lower_precision_safe_modules = property(
-        attrgetter("torch_autocast.lower_precision_safe_modules")
-    )
-
-    @property
-    def grad_accum_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.grad_accum_dtype)
-
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.param_dtype)
-
-    @property
-    def buffer_dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.data_types_config.buffer_dtype)
-
-    @property
-    def eigenvalue_enabled(self) -> bool:
-        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.enabled)
-
-    @property
-    def eigenvalue_verbose(self) -> bool:
-        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.verbose)
-
-    @property
-    def pld_enabled(self) -> bool:
-        return self.pld_config is not None and self.pld_config.enabled
-
-    @property
-    def pld_params(self) -> dict[str, Any] | None:
-        return self.pld_config.model_dump(exclude={"enabled"}) if self.pld_config else None
-
-    @property
-    def curriculum_enabled_legacy(self) -> bool:
-        return self.curriculum_config_legacy is not None and self.curriculum_config_legacy.enabled
-
-    @property
-    def curriculum_params_legacy(self) -> dict[str, Any] | None:
-        return (
-            self.curriculum_config_legacy.model_dump(exclude={"enabled"})
-            if self.curriculum_config_legacy
-            else None
-        )
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""

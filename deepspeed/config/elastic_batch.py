@@ -20,6 +20,7 @@ from packaging.version import Version
 from pydantic import ValidationError
 
 from deepspeed.base.logging import logger
+from deepspeed.config.axes import divisors
 from deepspeed.config.sections.elasticity import (
     ELASTICITY,
     ElasticityConfig,
@@ -64,15 +65,8 @@ def get_valid_gpus(
     found = set()
     for micro in micro_batches:
         if batch_size % micro == 0:
-            found.update(_divisors(batch_size // micro))
+            found.update(divisors(batch_size // micro))
     return sorted(count for count in found if min_valid_gpus <= count <= max_valid_gpus)
-
-
-def _divisors(value: int) -> Iterable[int]:
-    for low in range(1, math.isqrt(value) + 1):
-        if value % low == 0:
-            yield low
-            yield value // low
 
 
 def get_best_candidates(

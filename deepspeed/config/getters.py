@@ -5,7 +5,7 @@ A missing key has its documented default, from the schema. Nothing is validated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -78,17 +78,12 @@ def read(param_dict: Mapping[str, Any], *path: str) -> Any:
     return found
 
 
-def _getter(name: str, *path: str) -> Callable[[Mapping[str, Any]], Any]:
-    def get(param_dict: Mapping[str, Any]) -> Any:
-        return read(param_dict, *path)
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = f"`{'.'.join(path)}` of a config."
-    return get
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
+    return read(param_dict, "gradient_clipping")
 
 
-get_gradient_clipping = _getter("get_gradient_clipping", "gradient_clipping")
-get_log_level = _getter("get_log_level", "log_level")
+def get_log_level(param_dict: Mapping[str, Any]) -> Any:
+    return read(param_dict, "log_level")
 
 
 _LAYOUT = ("block", "different_layout_per_head")
@@ -106,16 +101,14 @@ _SPARSITY_KEYS = {
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the keys of `sparse_attention` that its mode uses, with defaults; None without the section."""
     sparsity = param_dict.get("sparse_attention")
-    return None if sparsity is None else _sparsity(sparsity, get_sparse_attention_mode(sparsity))
-
-
-def _sparsity(sparsity: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    if sparsity is None:
+        return None
+    mode = get_sparse_attention_mode(sparsity)
     if mode not in _SPARSITY_KEYS:
         raise NotImplementedError(
             f"sparse_attention.mode={mode!r} is unknown: use one of {', '.join(_SPARSITY_KEYS)}"
         )
-    section = {"sparse_attention": sparsity}
-    return {"mode": mode} | {key: read(section, "sparse_attention", key) for key in _SPARSITY_KEYS[mode]}
+    return {"mode": mode} | {key: read(param_dict, "sparse_attention", key) for key in _SPARSITY_KEYS[mode]}
 
 
 def get_sparse_attention_mode(param_dict: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepspeed.config.arguments import TAKES_AUTO, unquote_hint, wrong_optimizer_arguments
+from deepspeed.config.arguments import OPTIMIZER, TAKES_AUTO, unquote_hint, wrong_arguments
 from deepspeed.config.problems import MAX_LISTED, cut, nearest, shown
 
 # Names of the installed torch's optimizers and schedules, and of their arguments.
@@ -261,7 +261,7 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
 def _bad_values(settings: dict[str, Any]) -> list[str]:
     return [
         f"optimizer.params.{key}={value!r} must be {text}{unquote_hint(value)}"
-        for key, value, text, _ in wrong_optimizer_arguments(settings)
+        for key, value, text, _ in wrong_arguments(settings, OPTIMIZER)
     ]
 
 

@@ -417,63 +417,38 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
 
 def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
     autocast, modules = _autocast(config)
-    common: dict[str, Any] = {
-        "buffer": config.buffer_dtype,
-        "accumulate": config.grad_accum_dtype,
-        "reduce": config.communication_data_type,
-        "state": None,
-        "keeps_mixed": autocast is not None and config.param_dtype is None,
-        "autocast": autocast,
-        "autocast_modules": modules,
-    }
-    if config.float16_config.enabled:
-        return _fp16(config, common)
-    if config.bfloat16_config.enabled:
-        return _bf16(config, common)
-    param = config.param_dtype
-    low = param is not None and param != torch.float32
+    fp16, bf16 = config.float16_config, config.bfloat16_config
+    param, state, check_overflow = config.param_dtype, None, True
+    cast_inputs = cast_kwargs = has_master = param is not None and param != torch.float32
     # Loss scaling is needed wherever products are fp16, however that was chosen.
-    scaled = autocast is torch.float16 or param is torch.float16
+    scaled = torch.float16 in (autocast, param)
+    if fp16.enabled:
+        param, scaled = torch.float16, True
+        cast_kwargs = bool(fp16.auto_cast)
+        has_master = not fp16.fp16_master_weights_and_grads
+    elif bf16.enabled:
+        param, scaled = torch.bfloat16, False
+        cast_kwargs = True
+        has_master = not bf16.bf16_master_weights_and_grads
+        state = torch.bfloat16 if bf16.bf16_optimizer_states else torch.float32
+        check_overflow = bool(bf16.check_grad_overflow)
+    if fp16.enabled or bf16.enabled:
+        cast_inputs = autocast is None  # autocast casts for the operations that want it
     return PrecisionPlan(
         name=_name(param or torch.float32, autocast),
         param=param,
-        master=torch.float32 if low else None,
-        cast_inputs=low,
-        cast_kwargs=low,
+        keeps_mixed=autocast is not None and config.param_dtype is None,
+        buffer=config.buffer_dtype,
+        master=torch.float32 if has_master else None,
+        accumulate=config.grad_accum_dtype,
+        reduce=config.communication_data_type,
+        state=state,
+        cast_inputs=cast_inputs,
+        cast_kwargs=cast_kwargs,
+        autocast=autocast,
+        autocast_modules=modules,
         loss_scale=_loss_scale(config) if scaled else LossScalePlan(),
-        check_overflow=True,
-        **common,
-    )
-
-
-def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
-    section = config.float16_config
-    needs_master = not section.fp16_master_weights_and_grads
-    return PrecisionPlan(
-        name=_name(torch.float16, common["autocast"]),
-        param=torch.float16,
-        master=torch.float32 if needs_master else None,
-        cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
-        cast_kwargs=bool(section.auto_cast),
-        loss_scale=_loss_scale(config),
-        check_overflow=True,
-        **common,
-    )
-
-
-def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
-    section = config.bfloat16_config
-    needs_master = not section.bf16_master_weights_and_grads
-    state = torch.bfloat16 if section.bf16_optimizer_states else torch.float32
-    return PrecisionPlan(
-        name=_name(torch.bfloat16, common["autocast"]),
-        param=torch.bfloat16,
-        master=torch.float32 if needs_master else None,
-        cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
-        cast_kwargs=True,
-        loss_scale=LossScalePlan(),
-        check_overflow=bool(section.check_grad_overflow),
-        **{**common, "state": state},
+        check_overflow=check_overflow,
     )
 
 

@@ -60,11 +60,6 @@ class ConfigSource:
             path = path[:-1]
         return None
 
-    def line(self, path: Path) -> int | None:
-        """Return the line of `place`."""
-        place = self.place(path)
-        return place.line if place else None
-
 
 class DuplicateKeys(UnreadableConfig):
     """An object of the config has a key twice. ``source`` has the last value of each."""

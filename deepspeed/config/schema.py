@@ -175,21 +175,18 @@ class TrainingConfig(LenientConfigModel):
     )
     sparse_gradients: bool = key(False, "Reduce gradients of `nn.Embedding` as indices and values.")
     disable_allgather: bool = key(False, "No effect; kept for old files.")
-    fp16: DeepSpeedFP16Config = section(DeepSpeedFP16Config, "Training in fp16.")
-    bf16: DeepSpeedBF16Config = section(DeepSpeedBF16Config, "Training in bf16. Old spelling: `bfloat16`.")
-    fp8: Float8Config = section(
-        Float8Config, "Linear layers with 8-bit matrix products; with any precision and stage."
-    )
+    fp16: DeepSpeedFP16Config = section("Training in fp16.")
+    bf16: DeepSpeedBF16Config = section("Training in bf16. Old spelling: `bfloat16`.")
+    fp8: Float8Config = section("Linear layers with 8-bit matrix products; with any precision and stage.")
     native_products: NativeProductsConfig = section(
-        NativeProductsConfig,
         "Faster fp32 linear layers on some processors; see transformer_kernels.md.",
     )
-    amp: AmpConfig = section(AmpConfig, "Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
-    torch_autocast: TorchAutocastConfig = section(TorchAutocastConfig, "Forward under `torch.autocast`.")
+    amp: AmpConfig = section("Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
+    torch_autocast: TorchAutocastConfig = section("Forward under `torch.autocast`.")
     gradient_clipping: FloatOrInfinity = key(
         1.0, "Maximum global gradient norm; 0 or infinity: no clipping.", ge=0
     )
-    data_types: DataTypesConfig = section(DataTypesConfig, "Override the dtypes that the precision implies.")
+    data_types: DataTypesConfig = section("Override the dtypes that the precision implies.")
     zero_optimization: DeepSpeedZeroConfig = key(
         DeepSpeedZeroConfig(), "ZeRO. The old form, a boolean, means stage 1 or 0."
     )
@@ -201,8 +198,8 @@ class TrainingConfig(LenientConfigModel):
         True,
         "Explicit true: with optimizer offload, refuse a client's optimizer not made for the host.",
     )
-    aio: AioConfig = section(AioConfig, "File access for NVMe offload.")
-    tensor_parallel: TPTrainingConfig = section(TPTrainingConfig, "AutoTP.")
+    aio: AioConfig = section("File access for NVMe offload.")
+    tensor_parallel: TPTrainingConfig = section("AutoTP.")
     sequence_parallel_size: Int | None = key(None, "Ranks that share a sequence.", ge=1)
     data_parallel_size: Int | None = key(
         None, "Data-parallel ranks; with `sequence_parallel_size` it defines the device mesh.", ge=1
@@ -210,8 +207,8 @@ class TrainingConfig(LenientConfigModel):
     use_data_before_expert_parallelism: bool = key(
         False, "Rank order: data-parallel groups inside expert groups."
     )
-    expert_parallel: AutoEPConfig = section(AutoEPConfig, "AutoEP.")
-    hybrid_engine: HybridEngineConfig = section(HybridEngineConfig, "Training and generation in one engine.")
+    expert_parallel: AutoEPConfig = section("AutoEP.")
+    hybrid_engine: HybridEngineConfig = section("Training and generation in one engine.")
     steps_per_print: Annotated[
         int | float | None,
         PlainValidator(_print_period),
@@ -231,47 +228,45 @@ class TrainingConfig(LenientConfigModel):
     vocabulary_size: Int | None = key(None, "Only used for a check: multiples of 8 are faster on GPUs.", ge=1)
     dataloader_drop_last: bool = key(False, "The engine's loader drops an incomplete last batch.")
     graph_harvesting: bool = key(False, "Run the optimizer step as a CUDA graph.")
-    timers: TimersConfig = section(TimersConfig, "Timers.")
-    autotuning: DeepSpeedAutotuningConfig = section(DeepSpeedAutotuningConfig, "Autotuner.")
-    flops_profiler: DeepSpeedFlopsProfilerConfig = section(DeepSpeedFlopsProfilerConfig, "FLOPs profiler.")
+    timers: TimersConfig = section("Timers.")
+    autotuning: DeepSpeedAutotuningConfig = section("Autotuner.")
+    flops_profiler: DeepSpeedFlopsProfilerConfig = section("FLOPs profiler.")
     gradient_compression: GradientCompressionConfig | None = key(
         None, "Gradients in a few bits per element; see slow_links.md."
     )
     audit: AuditConfig | None = key(None, "Fingerprints of every step, for `ds diff`; see diff.md.")
     trace: TraceConfig | None = key(None, "Timeline of some steps, for `ds trace`; see profiling.md.")
-    activation_checkpointing: DeepSpeedActivationCheckpointingConfig = section(
-        DeepSpeedActivationCheckpointingConfig, "Activation checkpointing."
-    )
-    tiled_compute: TiledComputeConfig = section(TiledComputeConfig, "Process long sequences in tiles.")
+    activation_checkpointing: DeepSpeedActivationCheckpointingConfig = section("Activation checkpointing.")
+    tiled_compute: TiledComputeConfig = section("Process long sequences in tiles.")
     sparse_attention: SparseAttentionConfig | None = key(None, "Block-sparse attention.")
-    data_efficiency: DataEfficiencyConfig = section(DataEfficiencyConfig, "Data efficiency library.")
+    data_efficiency: DataEfficiencyConfig = section("Data efficiency library.")
     curriculum_learning: CurriculumLegacyConfig | None = key(
         None, "Curriculum on sequence length (older form)."
     )
     progressive_layer_drop: ProgressiveLayerDropConfig | None = key(None, "Progressive layer dropping.")
-    tensorboard: TensorBoardConfig = section(TensorBoardConfig, "Curves for TensorBoard.")
-    wandb: WandbConfig = section(WandbConfig, "Curves for Weights & Biases.")
-    csv_monitor: CSVConfig = section(CSVConfig, "Curves in CSV files.")
-    comet: CometConfig = section(CometConfig, "Curves for Comet.")
-    trackio: TrackioConfig = section(TrackioConfig, "Curves for Trackio.")
-    mlflow: MlflowConfig = section(MlflowConfig, "Curves for MLflow.")
-    aim: AimConfig = section(AimConfig, "Curves for Aim.")
-    monitor: MonitorConfig = section(MonitorConfig, "Live page (see live.md); x axis of the curves.")
-    comm: CommConfig = section(CommConfig, "Communication.")
+    tensorboard: TensorBoardConfig = section("Curves for TensorBoard.")
+    wandb: WandbConfig = section("Curves for Weights & Biases.")
+    csv_monitor: CSVConfig = section("Curves in CSV files.")
+    comet: CometConfig = section("Curves for Comet.")
+    trackio: TrackioConfig = section("Curves for Trackio.")
+    mlflow: MlflowConfig = section("Curves for MLflow.")
+    aim: AimConfig = section("Curves for Aim.")
+    monitor: MonitorConfig = section("Live page (see live.md); x axis of the curves.")
+    comm: CommConfig = section("Communication.")
     comms_logger: CommsLoggerConfig | None = key(None, "Log of communication.")
     elasticity: ElasticityConfig | None = key(None, "Elastic batch size.")
-    compression_training: CompressionConfig = section(CompressionConfig, "Compression.")
+    compression_training: CompressionConfig = section("Compression.")
     quantize_training: QuantizeTrainingConfig | None = key(
         None, "The first form of MoQ's section, kept for old files."
     )
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoints.")
-    pipeline: PipelineConfig = section(PipelineConfig, "Pipeline engine.")
-    nebula: DeepSpeedNebulaConfig = section(DeepSpeedNebulaConfig, "Checkpoints through Azure Nebula.")
+    checkpoint: CheckpointConfig = section("Checkpoints.")
+    pipeline: PipelineConfig = section("Pipeline engine.")
+    nebula: DeepSpeedNebulaConfig = section("Checkpoints through Azure Nebula.")
     datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = key(
         False, "Checkpoints through DataStates; anything but false turns it on."
     )
     weight_quantization: WeightQuantConfig | None = key(None, "Quantized weights for inference with ZeRO.")
-    compile: CompileConfig = section(CompileConfig, "DeepCompile.")
+    compile: CompileConfig = section("DeepCompile.")
     inference: Any = key(None, "Not read here; Transformers looks for `inference.tensor_parallel.tp_size`.")
     msamp: Any = key(None, "Not read here; Accelerate writes it for MS-AMP.")
 

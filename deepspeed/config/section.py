@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
@@ -65,10 +65,16 @@ def _with_serializer(value: Any) -> Any:
     return value
 
 
-def defer_validators(model: type[BaseModel]) -> None:
-    """Annotate the section fields of a model, before its own validators are built."""
+_OF_THE_SECTION = "the section's own"
+"""Default of a section field until its model is complete."""
+
+
+def complete_sections(model: type[BaseModel]) -> None:
+    """Annotate the section fields of a model and set their defaults, before its own validators are built."""
     for field in model.model_fields.values():
         section = _section_in(field.annotation)
+        if section is not None and field.default is _OF_THE_SECTION:
+            field.default = section.model_construct()
         inherited = any(isinstance(item, LazySection) for item in field.metadata)
         if section is not None and not inherited:
             field.metadata.insert(0, LazySection(section))  # inside the field's other validators
@@ -196,25 +202,23 @@ def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -
     return found
 
 
-def parse_sum_dtype(value: Any) -> Dtype | None:
-    """Parse as ``parse_dtype`` does, for a sum, whose dtype may be wider than its terms'."""
-    return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
-
-
 DtypeOrNull = Annotated[
     Dtype | None, PlainValidator(parse_dtype), AllowedValues("'fp16', 'bf16', 'fp32' or null")
 ]
+# The dtype of a sum may be wider than that of its terms.
 SumDtypeOrNull = Annotated[
-    Dtype | None, PlainValidator(parse_sum_dtype), AllowedValues("'fp16', 'bf16', 'fp32', 'fp64' or null")
+    Dtype | None,
+    PlainValidator(partial(parse_dtype, allowed=("fp16", "bf16", "fp32", "fp64"))),
+    AllowedValues("'fp16', 'bf16', 'fp32', 'fp64' or null"),
 ]
 
 
 # ----------------------------------------------------------------------------------------- the base class
 
 
-def section(model: type[BaseModel], description: str) -> Any:
+def section(description: str) -> Any:
     """Define a field that is another section; its default is the section's defaults, which are not validated."""
-    return Field(model.model_construct(), description=description)
+    return Field(_OF_THE_SECTION, description=description)
 
 
 def required(description: str) -> Any:
@@ -300,7 +304,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        defer_validators(cls)
+        complete_sections(cls)
 
     def __init__(self, /, strict: bool = False, **data: Any) -> None:
         old_spellings, required_fields, takes_auto = _special_fields(type(self))
@@ -349,6 +353,16 @@ class LenientConfigModel(DeepSpeedConfigModel):
     """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys get one note."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class Switched(DeepSpeedConfigModel):
+    """A section with a switch."""
+
+    enabled: bool = key(False, "Turn it on.")
+
+
+class LenientSwitched(Switched, LenientConfigModel):
+    """Both: a switch, and unknown keys that do not stop a run."""
 
 
 def is_auto(value: Any) -> bool:

@@ -157,7 +157,7 @@ def build_training(
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
     unfreezable = find_unfreezable(model_parameters, module, basic) if client is None else []
-    core = build_core(module, basic, plan, replica_groups, clock, sharded, unfreezable)
+    core = CoreBuilder(module, basic, plan, replica_groups, clock, sharded).core(unfreezable)
     if isinstance(core.optimizer, ZeroOptimizer):
         core.optimizer.clock = clock
         core.optimizer.differentiate = weakref.WeakMethod(backward)
@@ -177,241 +177,223 @@ def recompute_settings(
     return checkpointing.settings_for(config, mpu, network, tensor_ranks)
 
 
-def build_core(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    replica_groups: ReplicaGroups,
-    clock: AccumulationClock,
-    sharded: ShardedModel | None = None,
-    unfreezable: Sequence[nn.Parameter] = (),
-) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``unfreezable``: frozen
-    parameters that join the optimizer's group when they are unfrozen."""
-    trained = trained_params(module, optimizer.param_groups)
-    check_optimizer(plan, optimizer, trained, module)
-    if sharded is None:
-        weights = _whole_buckets(module, plan, replica_groups, trained, traits_of(optimizer).grain)
-    else:
-        weights = list[ParamBucket](sharded.trained_buckets)
-    device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
-    tier = _tier(plan, optimizer, weights, device, sharded)
-    # ZenFlow accumulates gradients on the device and copies them to the host once per round.
-    host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
-    speculation = _speculation(plan, optimizer, clock)
-    make_grads = partial(
-        make_grad_buckets,
-        plan=plan,
-        replica_groups=replica_groups,
-        pool=BufferPool(),
-        tier=tier if plan.zenflow is None else ResidentTier(),
-        by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
-        host=host,
-        make=_bucket_class(speculation),
-    )
-    grads = make_grads(weights)
-    coordinator = sharded.coordinator if sharded is not None else None
-    reducer = make_reducer(
-        trained.params,
-        grads,
-        plan,
-        replica_groups.all_ranks,
-        coordinator,
-        at_boundary=lambda: clock.at_boundary,
-        layers_exchange=replica_groups.layers_exchange,
-    )
-    store = StateStore(
-        optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
-    )
-    step_warnings = StepWarnings(optimizer, clock)
-    core = _wire_step(
-        module,
-        plan,
-        replica_groups,
-        trained,
-        reducer,
-        store,
-        make_grads,
-        sharded,
-        host,
-        unfreezable,
-        speculation,
-        step_warnings,
-    )
-    reducer.install_hooks()
-    return core
+class CoreBuilder:
+    """Wires the training core of one engine. ``sharded``: the sharded model at stage 3.
 
+    Imports needed by some plans only are made on demand.
+    """
 
-def _wire_step(
-    module: nn.Module,
-    plan: Plan,
-    replica_groups: ReplicaGroups,
-    trained: TrainedParams,
-    reducer: GradReducer,
-    store: StateStore,
-    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
-    sharded: ShardedModel | None,
-    host: HostCopies | None,
-    unfreezable: Sequence[nn.Parameter],
-    speculation: Speculation | None,
-    step_warnings: StepWarnings,
-) -> TrainingCore:
-    """Wire the path from summed gradients to published weights, and access to the state in between."""
-    optimizer = store.optimizer
-    before_step = [host.synchronize] if host is not None else []
-    if store.tier.on_file:
-        before_step.append(store.tier.check)
-    after_publish = []
-    if sharded is not None:
-        before_step.append(sharded.before_step)
-        after_publish.append(sharded.after_step)
-    scaler = LossScaler(plan.precision.loss_scale)
-    publisher = WeightPublisher(store.param_buckets, after_publish)
-    access = StateAccess(store, reducer, scaler, publisher, replica_groups, trained.names, trained.shared)
-    make_pending = partial(
-        _pending_buckets, module, plan, replica_groups, reducer, store, make_grads, sharded is not None
-    )
-    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, unfreezable)
-    make_executor = _executor_class(plan, speculation)
-    by_rows = stepped_by_rows(module, optimizer)
-    executor = make_executor(
-        plan,
-        reducer,
-        store,
-        scaler,
-        publisher,
-        replica_groups,
-        trained.names,
-        pending_params,
-        before_step,
-        by_rows,
-    )
-    observed = plan.wraps_optimizer and has_hooks(optimizer)
-    return TrainingCore(
-        trained=trained,
-        param_buckets=store.param_buckets,
-        reducer=reducer,
-        store=store,
-        scaler=scaler,
-        executor=executor,
-        access=access,
-        own_state=_own_state(plan, executor, access),
-        client_state=ClientState(optimizer, access) if observed else None,
-        pending_params=pending_params,
-        optimizer=_exposed_optimizer(plan, optimizer, executor, access, sharded, speculation),
-        step_warnings=step_warnings,
-    )
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        replica_groups: ReplicaGroups,
+        clock: AccumulationClock,
+        sharded: ShardedModel | None,
+    ) -> None:
+        """Wire the gradient path: buckets, their sums, and the store."""
+        self.module, self.optimizer, self.plan = module, optimizer, plan
+        self.replica_groups, self.clock, self.sharded = replica_groups, clock, sharded
+        self.traits = traits_of(optimizer)
+        self.trained = trained = trained_params(module, optimizer.param_groups)
+        check_optimizer(plan, optimizer, trained, module)
+        weights = self._whole_buckets(trained) if sharded is None else list(sharded.trained_buckets)
+        device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
+        tier = self._tier(weights, device)
+        # ZenFlow accumulates gradients on the device and copies them to the host once per round.
+        self.host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
+        self.speculation = self._speculation()
+        self.make_grads = partial(
+            make_grad_buckets,
+            plan=plan,
+            replica_groups=replica_groups,
+            pool=BufferPool(),
+            tier=tier if plan.zenflow is None else ResidentTier(),
+            by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
+            host=self.host,
+            make=self._bucket_class(),
+        )
+        grads = self.make_grads(weights)
+        self.reducer = make_reducer(
+            trained.params,
+            grads,
+            plan,
+            replica_groups.all_ranks,
+            sharded.coordinator if sharded is not None else None,
+            at_boundary=lambda: clock.at_boundary,
+            layers_exchange=replica_groups.layers_exchange,
+        )
+        self.store = StateStore(
+            optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
+        )
+        self.step_warnings = StepWarnings(optimizer, clock)
 
+    def core(self, unfreezable: Sequence[nn.Parameter]) -> TrainingCore:
+        """Wire the path from summed gradients to published weights, and access to the state in between.
+        ``unfreezable``: frozen parameters that join the optimizer's group when they are unfrozen."""
+        plan, reducer, store, trained = self.plan, self.reducer, self.store, self.trained
+        before_step = [self.host.synchronize] if self.host is not None else []
+        if store.tier.on_file:
+            before_step.append(store.tier.check)
+        after_publish = []
+        if self.sharded is not None:
+            before_step.append(self.sharded.before_step)
+            after_publish.append(self.sharded.after_step)
+        scaler = LossScaler(plan.precision.loss_scale)
+        publisher = WeightPublisher(store.param_buckets, after_publish)
+        access = StateAccess(
+            store, reducer, scaler, publisher, self.replica_groups, trained.names, trained.shared
+        )
+        pending_params = PendingParams(
+            self.module, plan, reducer, store, publisher, access, self._pending_buckets, unfreezable
+        )
+        executor = self._executor_class()(
+            plan,
+            reducer,
+            store,
+            scaler,
+            publisher,
+            self.replica_groups,
+            trained.names,
+            pending_params,
+            before_step,
+            stepped_by_rows(self.module, self.optimizer),
+        )
+        observed = plan.wraps_optimizer and has_hooks(self.optimizer)
+        core = TrainingCore(
+            trained=trained,
+            param_buckets=store.param_buckets,
+            reducer=reducer,
+            store=store,
+            scaler=scaler,
+            executor=executor,
+            access=access,
+            own_state=self._own_state(executor, access),
+            client_state=ClientState(self.optimizer, access) if observed else None,
+            pending_params=pending_params,
+            optimizer=self._exposed_optimizer(executor, access),
+            step_warnings=self.step_warnings,
+        )
+        reducer.install_hooks()
+        return core
 
-# Imports needed by some plans only are made on demand.
+    def _tier(self, weights: Sequence[ParamBucket], device: torch.device) -> ResidentTier:
+        """Make the tier of master weights and optimizer state."""
+        if self.plan.state_offload is None:
+            return ResidentTier()
+        from deepspeed.zero.offload.tiers import make_tier
 
+        return make_tier(
+            self.plan.state_offload,
+            device,
+            [bucket.layout for bucket in weights],
+            weights_swap=self.sharded.storage.swap if self.sharded is not None else None,
+            elementwise=not self.traits.joins_ranks,
+            grain=self.traits.grain,
+        )
 
-def _tier(
-    plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    weights: Sequence[ParamBucket],
-    device: torch.device,
-    sharded: ShardedModel | None,
-) -> ResidentTier:
-    """Make the tier of master weights and optimizer state."""
-    if plan.state_offload is None:
-        return ResidentTier()
-    from deepspeed.zero.offload.tiers import make_tier
+    def _speculation(self) -> Speculation | None:
+        offload, clock = self.plan.state_offload, self.clock
+        if offload is None or not offload.speculate:
+            return None
+        from deepspeed.zero.offload.speculation import make_speculation
 
-    traits = traits_of(optimizer)
-    return make_tier(
-        plan.state_offload,
-        device,
-        [bucket.layout for bucket in weights],
-        weights_swap=sharded.storage.swap if sharded is not None else None,
-        elementwise=not traits.joins_ranks,
-        grain=traits.grain,
-    )
+        return make_speculation(self.optimizer, lambda: clock.at_boundary, offload.cores)
 
+    def _bucket_class(self) -> Callable[..., GradBucket]:
+        if self.speculation is None:
+            return GradBucket
+        from deepspeed.zero.offload.speculation import SpeculativeBucket
 
-def _speculation(
-    plan: Plan, optimizer: torch.optim.Optimizer, clock: AccumulationClock
-) -> Speculation | None:
-    offload = plan.state_offload
-    if offload is None or not offload.speculate:
-        return None
-    from deepspeed.zero.offload.speculation import make_speculation
+        return partial(SpeculativeBucket, speculation=self.speculation)
 
-    return make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
+    def _executor_class(self) -> Callable[..., StepExecutor]:
+        if self.speculation is not None:
+            from deepspeed.zero.offload.speculation import SpeculativeStepExecutor
 
+            return partial(SpeculativeStepExecutor, speculation=self.speculation)
+        if self.plan.zenflow is not None:
+            from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
 
-def _bucket_class(speculation: Speculation | None) -> Callable[..., GradBucket]:
-    if speculation is None:
-        return GradBucket
-    from deepspeed.zero.offload.speculation import SpeculativeBucket
+            return ZenFlowStepExecutor
+        return StepExecutor
 
-    return partial(SpeculativeBucket, speculation=speculation)
-
-
-def _executor_class(plan: Plan, speculation: Speculation | None) -> Callable[..., StepExecutor]:
-    if speculation is not None:
-        from deepspeed.zero.offload.speculation import SpeculativeStepExecutor
-
-        return partial(SpeculativeStepExecutor, speculation=speculation)
-    if plan.zenflow is not None:
+    def _own_state(self, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlow:
+        if self.plan.zenflow is None:
+            return RankState(access)
         from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
 
-        return ZenFlowStepExecutor
-    return StepExecutor
+        assert isinstance(executor, ZenFlowStepExecutor)
+        return executor.zenflow
 
+    def _whole_buckets(
+        self, added: TrainedParams, known: Sequence[nn.Parameter] = (), first: int = 0
+    ) -> list[ParamBucket]:
+        """Make the buckets for ``added`` at stages 0 to 2, numbered from ``first``, after the parameters ``known``."""
+        specs = param_specs(self.module, added, self.plan)
+        layouts = cut_whole(specs, self.plan, self.replica_groups.shards(), self.traits.grain)
+        buckets = [
+            ParamBucket(
+                layout.renumbered(lambda _, slot: len(known) + slot.param, first + i) if known else layout,
+                [*known, *added.params],
+                self.replica_groups[layout.replica_group].shard,
+            )
+            for i, layout in enumerate(layouts)
+        ]
+        for bucket in buckets:
+            bucket.flatten(flat=self.plan.state_offload is not None)
+        return buckets
 
-def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlow:
-    if plan.zenflow is None:
-        return RankState(access)
-    from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
+    def _pending_buckets(self, added: TrainedParams) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
+        """Make buckets for parameters that join training later, numbered after those of the store."""
+        store = self.store
+        if self.sharded is not None:
+            weights = _renumber_owners(store, self.reducer, added)
+        else:
+            weights = self._whole_buckets(added, store.params, len(store.param_buckets))
+        known = {id(grads.layout): grads for grads in self.reducer.buckets}
+        new = iter(self.make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
+        return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
 
-    assert isinstance(executor, ZenFlowStepExecutor)
-    return executor.zenflow
+    def _exposed_optimizer(
+        self, executor: StepExecutor, access: StateAccess
+    ) -> ZeroOptimizer | torch.optim.Optimizer:
+        plan, optimizer, sharded = self.plan, self.optimizer, self.sharded
+        if not plan.wraps_optimizer:
+            return optimizer
+        weights = self.store.param_buckets if sharded is None else sharded.buckets
+        mover = StateMover(weights, self.reducer.buckets, self.store)
+        if sharded is not None:
+            kind = DeepSpeedZeroOptimizer_Stage3
+            if self.speculation is not None:
+                from deepspeed.zero.offload.superoffload_optimizer import SuperOffloadOptimizer_Stage3
 
+                kind = SuperOffloadOptimizer_Stage3
+            elif sharded.replica_groups.mics_shard_size > 0:
+                from deepspeed.zero.mics import MiCS_Optimizer
 
-def _whole_buckets(
-    module: nn.Module,
-    plan: Plan,
-    replica_groups: ReplicaGroups,
-    params: TrainedParams,
-    grain: int,
-    store: StateStore | None = None,
-) -> list[ParamBucket]:
-    """Make the buckets for ``params`` at stages 0 to 2, numbered after the parameters and buckets of ``store``."""
-    layouts = cut_whole(param_specs(module, params, plan), plan, replica_groups.shards(), grain)
-    known = store.params if store is not None else []
-    index = len(store.param_buckets) if store is not None else 0
-    buckets = [
-        ParamBucket(
-            layout.renumbered(lambda _, slot: len(known) + slot.param, index + i) if known else layout,
-            [*known, *params.params],
-            replica_groups[layout.replica_group].shard,
-        )
-        for i, layout in enumerate(layouts)
-    ]
-    for bucket in buckets:
-        bucket.flatten(flat=plan.state_offload is not None)
-    return buckets
+                kind = MiCS_Optimizer
+            sharded.offload.mover = mover  # one owner of offloaded states
+            return kind(optimizer, executor, access, mover, sharded.offload)
+        if plan.zero.shard_state:
+            if plan.zenflow is not None:
+                from deepspeed.zero.offload.zenflow_optimizer import (
+                    ZenFlowZeroOptimizerParallel,
+                    ZenFlowZeroOptimizerSequential,
+                )
 
-
-def _pending_buckets(
-    module: nn.Module,
-    plan: Plan,
-    replica_groups: ReplicaGroups,
-    reducer: GradReducer,
-    store: StateStore,
-    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
-    sharded: bool,
-    added: TrainedParams,
-) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
-    """Make buckets for parameters that join training later, numbered after those of the store."""
-    if sharded:
-        weights = _renumber_owners(store, reducer, added)
-    else:
-        weights = _whole_buckets(module, plan, replica_groups, added, store.traits.grain, store)
-    known = {id(grads.layout): grads for grads in reducer.buckets}
-    new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
-    return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
+                parallel = plan.zenflow.overlap
+                variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
+                return variant(optimizer, executor, access, mover)
+            sums_in_fp32 = (plan.precision.param, plan.precision.accumulate) == (
+                torch.bfloat16,
+                torch.float32,
+            )
+            on_device = not plan.zero.shard_grads and plan.state_offload is None
+            kind = ShardedBF16Optimizer if sums_in_fp32 and on_device else DeepSpeedZeroOptimizer
+            return kind(optimizer, executor, access, mover)
+        return _stage_0_kind(plan, optimizer)(optimizer, executor, access, mover)
 
 
 def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
@@ -432,48 +414,6 @@ def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedPara
             if grads.layout is old:
                 grads.layout = owner.layout
     return sorted(owners.values(), key=lambda owner: owner.layout.index)
-
-
-def _exposed_optimizer(
-    plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    executor: StepExecutor,
-    access: StateAccess,
-    sharded: ShardedModel | None,
-    speculation: Speculation | None,
-) -> ZeroOptimizer | torch.optim.Optimizer:
-    if not plan.wraps_optimizer:
-        return optimizer
-    store = executor.store
-    weights = store.param_buckets if sharded is None else sharded.buckets
-    mover = StateMover(weights, executor.reducer.buckets, store)
-    if sharded is not None:
-        kind = DeepSpeedZeroOptimizer_Stage3
-        if speculation is not None:
-            from deepspeed.zero.offload.superoffload_optimizer import SuperOffloadOptimizer_Stage3
-
-            kind = SuperOffloadOptimizer_Stage3
-        elif sharded.replica_groups.mics_shard_size > 0:
-            from deepspeed.zero.mics import MiCS_Optimizer
-
-            kind = MiCS_Optimizer
-        sharded.offload.mover = mover  # one owner of offloaded states
-        return kind(optimizer, executor, access, mover, sharded.offload)
-    if plan.zero.shard_state:
-        if plan.zenflow is not None:
-            from deepspeed.zero.offload.zenflow_optimizer import (
-                ZenFlowZeroOptimizerParallel,
-                ZenFlowZeroOptimizerSequential,
-            )
-
-            parallel = plan.zenflow.overlap
-            variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
-            return variant(optimizer, executor, access, mover)
-        sums_in_fp32 = (plan.precision.param, plan.precision.accumulate) == (torch.bfloat16, torch.float32)
-        on_device = not plan.zero.shard_grads and plan.state_offload is None
-        kind = ShardedBF16Optimizer if sums_in_fp32 and on_device else DeepSpeedZeroOptimizer
-        return kind(optimizer, executor, access, mover)
-    return _stage_0_kind(plan, optimizer)(optimizer, executor, access, mover)
 
 
 def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:

@@ -374,9 +374,9 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
         self._network.phase = "step"
         self.events.emit("before_step")
         self.facts.applied = False
-        self.clock.stepping = True
+        self.clock.stepping, updates = True, self.clock.at_boundary
         try:
-            if self.clock.at_boundary:
+            if updates:
                 self._take_model_step(core, lr_kwargs or {})
             self.clock.tick()
         except BaseException as error:
@@ -386,6 +386,8 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
             self.clock.stepping = False
             self._network.phase = ""
         self.events.emit("after_step")
+        if updates:
+            self.events.emit("after_update")
 
     def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
         self.events.emit("at_boundary")
@@ -401,7 +403,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
         self.facts.norm, self.facts.applied = result.norm, result.applied
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._config.train_batch_size
 
     # After an exception --------------------------------------------------------------------------------------
 

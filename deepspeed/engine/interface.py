@@ -85,7 +85,6 @@ class Engine(Protocol):
     quantizer: Any
     random_ltd: Any
     random_ltd_scheduler: Any
-    loss_weight: Callable[[], float] | None
     agreed_loss: Tensor | None
 
     # Training

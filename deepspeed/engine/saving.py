@@ -49,17 +49,15 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
     copy."""
     made = BackgroundWriter()
 
-    def after_step(**_: Any) -> None:
-        if engine.global_steps == 0:
-            return
-        engine.events.off("after_step", after_step)
+    def after_update(**_: Any) -> None:
+        engine.events.off("after_update", after_update)
         ranks = ranks_of(engine)
         to_save = state_to_save(engine, {}, exclude_frozen=False)
         with suppress(CheckpointError):  # the next save reports it
             own = RankCoordinates.on(engine.mesh, ranks)
             made.prepare(CheckpointFiles(to_save, own, node_local=ranks.node_local).values)
 
-    engine.events.on("after_step", after_step)
+    engine.events.on("after_update", after_update)
     return made
 
 
@@ -130,7 +128,7 @@ def save_checkpoint(
         RankCoordinates.on(engine.mesh, ranks),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
-        on_tag_mismatch=_tag_validation(engine),
+        on_tag_mismatch=settings.tag_validation,
         keep_last=keep_last,
         on_commit=on_commit,
     )
@@ -206,12 +204,6 @@ def _described(module: Any) -> dict[str, Any]:
 
 def ranks_of(engine: Engine) -> Ranks:
     return Ranks(node_local=bool(engine._config.use_node_local_storage))
-
-
-def _tag_validation(engine: Engine) -> str:
-    if not engine._config.checkpoint_tag_validation_enabled:
-        return "IGNORE"
-    return "FAIL" if engine._config.checkpoint_tag_validation_fail else "WARN"
 
 
 def optimizer_order(engine: Engine) -> list[list[str]]:

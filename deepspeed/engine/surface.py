@@ -210,14 +210,7 @@ class EngineSettings:
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """Return the arguments of the dynamic loss scaler."""
-        section = self._config.float16_config
-        return {
-            "init_scale": 2**section.initial_scale_power,
-            "scale_window": section.loss_scale_window,
-            "delayed_shift": section.hysteresis,
-            "consecutive_hysteresis": section.consecutive_hysteresis,
-            "min_scale": section.min_loss_scale,
-        }
+        return self._config.float16_config.dynamic_loss_scale_args()
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
         """Return three getters, as documented: of the train batch, the micro-batch and the accumulation steps."""

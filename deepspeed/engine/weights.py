@@ -1,11 +1,11 @@
-"""The engine's weights as whole tensors: the module's state dict, loading one, and exports."""
+"""The engine's weights as whole tensors: exports."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -29,50 +29,6 @@ if TYPE_CHECKING:
 def gathered(engine: Engine, *, modified: bool) -> GatheredParameters:
     """Gather partitioned parameters inside the block if their values are about to be ``modified``. Collective."""
     return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
-
-
-def module_state_dict(
-    engine: Engine,
-    destination: Any = None,
-    prefix: str = "",
-    keep_vars: bool = False,
-    exclude_frozen_parameters: bool = False,
-) -> dict[str, Any]:
-    """Return the ``state_dict`` of the wrapped, transformed module; without frozen parameters if requested."""
-    state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    if exclude_frozen_parameters:
-        for name, param in engine.module.named_parameters(remove_duplicate=False):
-            if not param.requires_grad:
-                state.pop(prefix + name, None)
-    return state
-
-
-def load_module_state_dict(
-    engine: Engine,
-    checkpoint: Mapping[str, Any],
-    strict: bool = True,
-    custom_load_fn: Callable[..., Any] | None = None,
-    fetch_z3_params: bool = False,
-    z3_params_to_fetch: Any = None,
-    allowed_missing_keys: Any = None,
-) -> None:
-    """Load ``checkpoint["module"]``; the optimizer's master weights follow.
-
-    ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch`` are
-    accepted and ignored: sharded parameters are always gathered.
-    """
-    source = checkpoint["module"]
-    with gathered(engine, modified=True):
-        if custom_load_fn is not None:
-            custom_load_fn(src=source, dst=engine.module)
-        else:
-            own = engine.module.state_dict()
-            tolerated = {name for name in allowed_missing_keys or () if name in own and name not in source}
-            engine.module.load_state_dict(
-                {**{name: own[name] for name in tolerated}, **source}, strict=strict
-            )
-    if engine.state_access is not None and not ShardedWeights(engine.module):
-        engine.state_access.weights_loaded()
 
 
 def save_16bit_model(
@@ -108,19 +64,6 @@ def save_16bit_model(
     return True
 
 
-def zero3_consolidated_16bit_state_dict(
-    engine: Engine, exclude_frozen_parameters: bool = False
-) -> dict[str, Tensor] | None:
-    """Return the whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
-
-    ``stage3_gather_16bit_weights_on_model_save`` is ignored: it applies to saving a model, while scripts that call
-    this always want the weights.
-    """
-    if not ShardedWeights(engine.module):
-        raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
-    return consolidated_16bit_state_dict(engine, exclude_frozen_parameters)
-
-
 def consolidated_16bit_state_dict(
     engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
@@ -154,7 +97,7 @@ class _WholeWeights:
     """
 
     def __init__(self, engine: Engine, exclude_frozen: bool) -> None:
-        state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
+        state = engine.checkpoints.module_state_dict(keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         self.replica_groups = engine.replica_groups
         shared = shared_names(engine.module)
         on_all = names_on_all(engine.module)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 class Float8Linears:
     """Replaces the forward of plain linear layers. Parameters, names, classes and checkpoints stay the same."""
 
-    name = "fp8"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "fp8", (), ()
 
     def __init__(self, section: Float8Config) -> None:
         self.section = section

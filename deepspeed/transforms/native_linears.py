@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 class NativeLinears:
     """Turns plain linear layers into native ones. Parameters, names and checkpoints stay the same."""
 
-    name = "native_products"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "native_products", (), ()
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         if not is_faster():

@@ -58,9 +58,7 @@ class LayerDropInputs:
     """Before each training forward, updates theta and passes it to the model, or chooses the blocks to skip. The choice
     is equal on every rank, and reproduced by a resumed run."""
 
-    name = NAME
-    after: Sequence[str] = ()
-    before: Sequence[str] = ()
+    name, after, before = NAME, (), ()
 
     def __init__(self, schedule: ProgressiveLayerDrop, blocks: Sequence[DroppedBlock] = ()) -> None:
         self.schedule = schedule
@@ -111,9 +109,7 @@ class DroppedBlock:
 class LayerDrop:
     """The module transform of progressive layer dropping."""
 
-    name = NAME
-    after: Sequence[str] = ()
-    before: Sequence[str] = ()
+    name, after, before = NAME, (), ()
 
     def __init__(self, theta: float, gamma: float) -> None:
         self.schedule = ProgressiveLayerDrop(theta, gamma)

@@ -32,9 +32,7 @@ class SparseAttention:
     sparse attention, and other models, are left unchanged: they read the section themselves."""
 
     section: dict[str, Any]
-    name: str = "sparse_attention"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "sparse_attention", (), ()
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         """Set the attention. ValueError: combined with sequence parallelism, or with tensor parallelism and a layout

@@ -27,9 +27,7 @@ class CurriculumLength:
 
     module: nn.Module
     scheduler: CurriculumScheduler
-    name: str = "curriculum"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "curriculum", (), ()
 
     def transform(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts

@@ -21,14 +21,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_coordinates_are_unique_and_reversible(layout):
-    seen = set()
-    for rank in range(layout.world_size):
-        at = layout.coordinate(rank)
-        seen.add(tuple(at.values()))
-    assert len(seen) == layout.world_size
-    with pytest.raises(ValueError, match="outside"):
-        layout.coordinate(layout.world_size)
+def test_ranks_outside_the_mesh_have_no_group(layout):
+    for rank in (-1, layout.world_size):
+        with pytest.raises(ValueError, match="outside"):
+            layout.ranks(rank, "dp")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -10,36 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.arguments import (
-    REQUIRED,
-    WrongArgument,
-    unquote_hint,
-    unquoted_remedy,
-    wrong_optimizer_arguments,
-    wrong_schedule_arguments,
-)
+from deepspeed.config import arguments
+from deepspeed.config.arguments import REQUIRED, unquote_hint, unquoted_remedy, wrong_arguments
 from deepspeed.config.constants import VALID_LR_SCHEDULES
 from deepspeed.config.optimizers import BUILT_IN, OPTIMIZERS, SCHEDULES, classes_of
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.rules import STAGE, Finding, Rule
-from deepspeed.config.rules.precision import (
-    autocast_beside_16_bit,
-    low_precision_masters,
-    no_norm_wanted,
-    one_precision,
-    quantizes_16_bits,
-    summed_gradients,
-    unmanaged_accumulation,
-)
-from deepspeed.config.rules.zero import (
-    compiled_passes,
-    even_gathers,
-    mics_needs_slices,
-    offload_makes_sense,
-    old_stage_one,
-    payloads_make_sense,
-    zenflow_makes_sense,
-)
+from deepspeed.config.rules import precision as of_precision
+from deepspeed.config.rules import zero as of_zero
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections.data import (
     CurriculumLegacyConfig,
@@ -311,13 +289,13 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
 
 def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     optimizer, scheduler = config.optimizer, config.scheduler
-    wrong: list[tuple[str, Iterator[WrongArgument]]] = []
+    tables = []
     if optimizer is not None:
-        wrong.append(("optimizer", wrong_optimizer_arguments(optimizer.params)))
+        tables.append(("optimizer", optimizer.params, arguments.OPTIMIZER))
     if scheduler is not None and scheduler.type is not None:
-        wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
-    for section, problems in wrong:
-        for key, value, text, fits in problems:
+        tables.append(("scheduler", scheduler.params, arguments.SCHEDULES.get(scheduler.type, {})))
+    for section, params, table in tables:
+        for key, value, text, fits in wrong_arguments(params, table):
             message = f"{shown(value)} is not allowed; expected {text}{unquote_hint(value)}"
             yield Finding((f"{section}.params.{key}",), message, remedy=unquoted_remedy(value, fits))
 
@@ -330,10 +308,12 @@ def _unknown_class(name: str, own: tuple[str, ...], module: str) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    one_precision, autocast_beside_16_bit, low_precision_masters, unmanaged_accumulation, quantizes_16_bits,
-    compiled_passes, summed_gradients, offload_makes_sense, zenflow_makes_sense, mics_needs_slices,
-    payloads_make_sense, even_gathers, old_stage_one, optimizer_is_known, one_bit_needs_copies,
-    scheduler_is_known, arguments_make_sense, no_norm_wanted, contiguous_checkpoints, elastic_batch,
-    saves_by_itself, expert_and_tensor_parallel, names_of_experts, sparse_and_parallel, shared_generation,
-    curricula_fit, one_choice_of_samples, dropped_tokens, even_vocabulary,
+    of_precision.one_precision, of_precision.autocast_beside_16_bit, of_precision.low_precision_masters,
+    of_precision.unmanaged_accumulation, of_precision.quantizes_16_bits, of_zero.compiled_passes,
+    of_precision.summed_gradients, of_zero.offload_makes_sense, of_zero.zenflow_makes_sense,
+    of_zero.payloads_make_sense, of_zero.even_gathers, of_zero.old_stage_one, optimizer_is_known,
+    one_bit_needs_copies, scheduler_is_known, arguments_make_sense, of_precision.no_norm_wanted,
+    contiguous_checkpoints, elastic_batch, saves_by_itself, expert_and_tensor_parallel, names_of_experts,
+    sparse_and_parallel, shared_generation, curricula_fit, one_choice_of_samples, dropped_tokens,
+    even_vocabulary,
 )  # fmt: skip

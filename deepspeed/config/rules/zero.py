@@ -113,18 +113,12 @@ def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
-def mics_needs_slices(config: TrainingConfig) -> Iterator[Finding]:
-    zero = config.zero_optimization
-    if zero.mics_shard_size > 0 and zero.stage == 0:
-        what = "has no effect at stage 0; it needs stage 1 or higher"
-        yield Finding(("zero_optimization.mics_shard_size", STAGE), what, False)
-
-
 def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
-    """Check the requirements of ZeRO++ options."""
+    """Check the requirements of MiCS and of ZeRO++ options."""
     zero = config.zero_optimization
     group = zero.zero_hpz_partition_size
     for name, on, needed in (
+        ("mics_shard_size", zero.mics_shard_size > 0, 1),
         ("zero_hpz_partition_size", group > 1, 3),
         ("zero_quantized_weights", zero.zero_quantized_weights, 3),
         ("zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights, 3),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from deepspeed.config.section import Int, LenientConfigModel, key, lower
+from deepspeed.config.section import Int, LenientConfigModel, LenientSwitched, key, lower
 
 
 def _or(default: str) -> BeforeValidator:
@@ -23,10 +23,9 @@ class AutotuningModelInfoConfig(LenientConfigModel):
     num_layers: Int | None = key(None, "Layers.", ge=1)
 
 
-class DeepSpeedAutotuningConfig(LenientConfigModel):
+class DeepSpeedAutotuningConfig(LenientSwitched):
     """Search for the fastest configuration."""
 
-    enabled: bool = key(False, "Turn it on.")
     fast: bool = key(
         True,
         "Tune only ZeRO stage, micro-batch size and what `tuning_space` lists; false: also accumulation, "

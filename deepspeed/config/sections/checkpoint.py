@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainValidator
 
-from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, key, section
+from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, LenientSwitched, key, section
 
 OF_SLURM = "slurm"
 
@@ -92,7 +92,7 @@ class CheckpointConfig(LenientConfigModel):
     )
     load_universal: bool = key(False, "The checkpoint to load is a universal one.")
     use_node_local_storage: bool = key(False, "Each node has its own folder instead of a shared one.")
-    parallel_write: ParallelWriteConfig = section(ParallelWriteConfig, "Who writes what.")
+    parallel_write: ParallelWriteConfig = section("Who writes what.")
     checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
     writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
     keep_last: Int | None = key(
@@ -125,10 +125,9 @@ class CheckpointConfig(LenientConfigModel):
     )
 
 
-class DeepSpeedNebulaConfig(LenientConfigModel):
+class DeepSpeedNebulaConfig(LenientSwitched):
     """Asynchronous checkpoints of the Nebula service."""
 
-    enabled: bool = key(False, "Turn it on.")
     persistent_storage_path: str | None = key(None, "Folder of the kept checkpoints.")
     persistent_time_interval: Int = key(100, "Seconds between kept checkpoints.", ge=1)
     num_of_version_in_retention: Int = key(2, "Number of kept checkpoints.", ge=1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, OneOf, key
+from deepspeed.config.section import DeepSpeedConfigModel, Float, OneOf, Switched, key
 
 
 class CommConfig(DeepSpeedConfigModel):
@@ -43,10 +43,9 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
     error_feedback: bool = key(True, "Add the encoding error to the next gradients.")
 
 
-class CommsLoggerConfig(DeepSpeedConfigModel):
+class CommsLoggerConfig(Switched):
     """Count, size and time of collective calls."""
 
-    enabled: bool = key(False, "Turn it on.")
     prof_all: bool = key(True, "Record every operation.")
     prof_ops: list[str] = key([], "Operations to record when `prof_all` is false.")
     verbose: bool = key(False, "Log a line per call.")

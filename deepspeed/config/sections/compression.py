@@ -7,23 +7,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed.config.section import AllowedValues, Float, Int, LenientConfigModel, key, required, section
+from deepspeed.config.section import (
+    AllowedValues,
+    Float,
+    Int,
+    LenientConfigModel,
+    LenientSwitched,
+    key,
+    required,
+    section,
+)
 
 
-class LayerReductionConfig(LenientConfigModel):
+class LayerReductionConfig(LenientSwitched):
     """A student with fewer layers, started from some of the teacher's."""
 
-    enabled: bool = key(False, "Turn it on.")
     keep_number_layer: Int | None = required("Layers of the student.")
     module_name_prefix: str | None = required("Module name prefix before the layer number.")
     teacher_layer: list[Int] | None = required("Teacher layers to copy.")
     other_module_name: list[str] | None = required("Other modules to copy.")
 
 
-class FP16MixedQuantizeConfig(LenientConfigModel):
+class FP16MixedQuantizeConfig(LenientSwitched):
     """Passing gradually from fp16 to quantized weights."""
 
-    enabled: bool = key(False, "Turn it on.")
     quantize_change_ratio: Float = key(0.001, "Change of the mixing ratio per step.", ge=0.0)
 
 
@@ -50,8 +57,7 @@ class WeightQuantizationGroup(_Group):
     params: WeightQuantizationGroupParams = Field(description="How strongly.")
 
 
-class WeightQuantizationShared(LenientConfigModel):
-    enabled: bool = key(False, "Turn it on.")
+class WeightQuantizationShared(LenientSwitched):
     quantizer_kernel: bool = key(False, "Accepted; the arithmetic is the same.")
     schedule_offset: Int = key(0, "First step that quantizes.", ge=0)
     quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
@@ -65,7 +71,7 @@ class WeightQuantizationShared(LenientConfigModel):
 class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all groups.")
+    shared_parameters: WeightQuantizationShared = section("For all groups.")
     different_groups: dict[str, WeightQuantizationGroup] = key({}, "Groups, by any name.")
 
 
@@ -77,8 +83,7 @@ class ActivationQuantizationGroup(_Group):
     params: ActivationQuantizationGroupParams = Field(description="How strongly.")
 
 
-class ActivationQuantizationShared(LenientConfigModel):
-    enabled: bool = key(False, "Turn it on.")
+class ActivationQuantizationShared(LenientSwitched):
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "With or without a zero point.")
     range_calibration: Literal["dynamic", "static"] = key("dynamic", "Range per batch, or a running one.")
     schedule_offset: Int = key(0, "First step that quantizes.", ge=0)
@@ -87,7 +92,7 @@ class ActivationQuantizationShared(LenientConfigModel):
 class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
-    shared_parameters: ActivationQuantizationShared = section(ActivationQuantizationShared, "For all groups.")
+    shared_parameters: ActivationQuantizationShared = section("For all groups.")
     different_groups: dict[str, ActivationQuantizationGroup] = key({}, "Groups, by any name.")
 
 
@@ -99,8 +104,7 @@ class PruningGroup(_Group):
     params: PruningGroupParams = Field(description="How strongly.")
 
 
-class _PruningShared(LenientConfigModel):
-    enabled: bool = key(False, "Turn it on.")
+class _PruningShared(LenientSwitched):
     schedule_offset: Int = key(0, "First step that prunes.", ge=0)
 
 
@@ -129,51 +133,46 @@ class HeadPruningShared(_PruningShared):
 class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
-    shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all groups.")
+    shared_parameters: SparsePruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
-    shared_parameters: RowPruningShared = section(RowPruningShared, "For all groups.")
+    shared_parameters: RowPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
-    shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all groups.")
+    shared_parameters: HeadPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
-    shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all groups.")
+    shared_parameters: ChannelPruningShared = section("For all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class CompressionConfig(LenientConfigModel):
     """Quantization, pruning and layer reduction while training."""
 
-    layer_reduction: LayerReductionConfig = section(LayerReductionConfig, "Fewer layers.")
-    weight_quantization: WeightQuantizationTraining = section(
-        WeightQuantizationTraining, "Weights in few bits."
-    )
-    activation_quantization: ActivationQuantizationTraining = section(
-        ActivationQuantizationTraining, "Activations in few bits."
-    )
-    sparse_pruning: SparsePruningTraining = section(SparsePruningTraining, "Fewer weights.")
-    row_pruning: RowPruningTraining = section(RowPruningTraining, "Fewer rows.")
-    head_pruning: HeadPruningTraining = section(HeadPruningTraining, "Fewer heads.")
-    channel_pruning: ChannelPruningTraining = section(ChannelPruningTraining, "Fewer channels.")
+    layer_reduction: LayerReductionConfig = section("Fewer layers.")
+    weight_quantization: WeightQuantizationTraining = section("Weights in few bits.")
+    activation_quantization: ActivationQuantizationTraining = section("Activations in few bits.")
+    sparse_pruning: SparsePruningTraining = section("Fewer weights.")
+    row_pruning: RowPruningTraining = section("Fewer rows.")
+    head_pruning: HeadPruningTraining = section("Fewer heads.")
+    channel_pruning: ChannelPruningTraining = section("Fewer channels.")
 
 
-class EigenvalueConfig(LenientConfigModel):
+class EigenvalueConfig(LenientSwitched):
     """Curvature of each block, by power iteration."""
 
-    enabled: bool = key(False, "Turn it on.")
     verbose: bool = key(False, "Log the values.")
     max_iter: Int = key(100, "Most iterations.", ge=1)
     tol: Float = key(1e-2, "Relative change at which the iteration stops.", ge=0.0)
@@ -204,20 +203,19 @@ class QuantizeAlgorithmConfig(LenientConfigModel):
     rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding.")
 
 
-class QuantizeTrainingConfig(LenientConfigModel):
+class QuantizeTrainingConfig(LenientSwitched):
     """MoQ: after each update the 16-bit weights are quantized, in fewer and fewer bits."""
 
-    enabled: bool = key(False, "Turn it on.")
     quantize_verbose: bool = key(False, "Log each change of bits.")
     quantizer_kernel: bool = key(False, "Accepted; the arithmetic is the same.")
     quantize_type: Literal["symmetric", "asymmetric"] | None = key(
         None, "Short form of `quantize_algo.q_type`."
     )
-    quantize_algo: QuantizeAlgorithmConfig = section(QuantizeAlgorithmConfig, "Quantization algorithm.")
-    quantize_bits: QuantizeBitsConfig = section(QuantizeBitsConfig, "Number of bits.")
-    quantize_schedule: QuantizeScheduleConfig = section(QuantizeScheduleConfig, "Schedule of the bits.")
+    quantize_algo: QuantizeAlgorithmConfig = section("Quantization algorithm.")
+    quantize_bits: QuantizeBitsConfig = section("Number of bits.")
+    quantize_schedule: QuantizeScheduleConfig = section("Schedule of the bits.")
     quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
-    fp16_mixed_quantize: FP16MixedQuantizeConfig = section(FP16MixedQuantizeConfig, "Gradual change.")
+    fp16_mixed_quantize: FP16MixedQuantizeConfig = section("Gradual change.")
     eigenvalue: EigenvalueConfig | None = key(None, "Curvature of each block.")
 
 

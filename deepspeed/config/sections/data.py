@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import Float, Int, LenientConfigModel, key, required, section
+from deepspeed.config.section import Float, Int, LenientConfigModel, LenientSwitched, key, required, section
 
 
 class CurriculumScheduleConfig(LenientConfigModel):
@@ -65,18 +65,16 @@ class CurriculumMetricConfig(LenientConfigModel):
     schedule_config: CurriculumScheduleConfig | None = key(None, "Details of `schedule_type`.")
 
 
-class DataSamplingCurriculumConfig(LenientConfigModel):
+class DataSamplingCurriculumConfig(LenientSwitched):
     """Curriculum over any metric: easy samples first."""
 
-    enabled: bool = key(False, "Turn it on.")
     data_cluster_path: str | None = required("Folder of the sample clusters.")
     curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Difficulty metrics by name.")
 
 
-class DynamicBatchingConfig(LenientConfigModel):
+class DynamicBatchingConfig(LenientSwitched):
     """Batches of about equal length in tokens, with the learning rate to match."""
 
-    enabled: bool = key(False, "Turn it on.")
     metrics_path: str | None = key(None, "Folder of the measured sequence lengths.")
     lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
         "linear", "How the learning rate follows the batch size."
@@ -94,17 +92,16 @@ class DynamicBatchingConfig(LenientConfigModel):
     verbose: bool = key(False, "Log every batch.")
 
 
-class DataSamplingConfig(LenientConfigModel):
+class DataSamplingConfig(LenientSwitched):
     """Choice and order of samples."""
 
-    enabled: bool = key(False, "Turn it on.")
     num_epochs: Int = key(1000, "Maximum number of passes over the data.", ge=1)
     num_workers: Int = key(0, "Loader processes.", ge=0)
     pin_memory: bool = key(False, "Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = section(
-        DataSamplingCurriculumConfig, "Curriculum over any metric: easy samples first."
+        "Curriculum over any metric: easy samples first."
     )
-    dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "Batches sized by tokens.")
+    dynamic_batching: DynamicBatchingConfig = section("Batches sized by tokens.")
 
 
 class RandomLTDScheduleDetails(LenientConfigModel):
@@ -153,19 +150,17 @@ def wrong_warmup(kind: str, warmup: int, total: int) -> str:
     return ""
 
 
-class LayerTokenLRScheduleConfig(LenientConfigModel):
+class LayerTokenLRScheduleConfig(LenientSwitched):
     """A learning rate that follows the tokens processed by all layers."""
 
-    enabled: bool = key(False, "Turn it on.")
     total_layer_tokens: Int | None = key(None, "Tokens x layers until the end of the schedule.", ge=1)
     warmup_type: str | None = key(None, "Shape of the warm-up.")
     warmup_layer_tokens: Int | None = key(None, "Tokens x layers of the warm-up.", ge=0)
 
 
-class RandomLTDConfig(LenientConfigModel):
+class RandomLTDConfig(LenientSwitched):
     """Random layer token dropping."""
 
-    enabled: bool = key(False, "Turn it on.")
     total_layer_num: Int | None = required("Number of layers of the model.")
     random_ltd_layer_num: Int | None = required("Number of layers that drop tokens.")
     random_ltd_layer_id: list[Int] | None = required("Indices of the layers that drop tokens.")
@@ -176,34 +171,29 @@ class RandomLTDConfig(LenientConfigModel):
     )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = section(
-        LayerTokenLRScheduleConfig, "Learning-rate schedule over processed tokens."
+        "Learning-rate schedule over processed tokens."
     )
     micro_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
     global_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
 
 
-class DataRoutingConfig(LenientConfigModel):
+class DataRoutingConfig(LenientSwitched):
     """Choice of the tokens that pass through each layer."""
 
-    enabled: bool = key(False, "Turn it on.")
-    random_ltd: RandomLTDConfig = section(RandomLTDConfig, "Random layer token dropping.")
+    random_ltd: RandomLTDConfig = section("Random layer token dropping.")
 
 
-class DataEfficiencyConfig(LenientConfigModel):
+class DataEfficiencyConfig(LenientSwitched):
     """Data efficiency library."""
 
-    enabled: bool = key(False, "Turn it on.")
     seed: Int = key(1234, "Seed of the random choices.")
-    data_sampling: DataSamplingConfig = section(DataSamplingConfig, "Selection of samples.")
-    data_routing: DataRoutingConfig = section(
-        DataRoutingConfig, "Selection of the tokens that layers process."
-    )
+    data_sampling: DataSamplingConfig = section("Selection of samples.")
+    data_routing: DataRoutingConfig = section("Selection of the tokens that layers process.")
 
 
-class CurriculumLegacyConfig(LenientConfigModel):
+class CurriculumLegacyConfig(LenientSwitched):
     """Sequences that grow (the older curriculum)."""
 
-    enabled: bool = key(False, "Turn it on.")
     curriculum_type: Literal["seqlen"] | None = required("What the curriculum controls.")
     min_difficulty: Int | None = required("Difficulty at the start.")
     max_difficulty: Int | None = required("Difficulty at the end.")
@@ -218,10 +208,9 @@ class CurriculumLegacyConfig(LenientConfigModel):
         return not (name == "schedule_config" and self.schedule_type == "custom")
 
 
-class ProgressiveLayerDropConfig(LenientConfigModel):
+class ProgressiveLayerDropConfig(LenientSwitched):
     """Dropping layers at random, more of them as training proceeds (Zhang and He 2020)."""
 
-    enabled: bool = key(False, "Turn it on.")
     theta: Float = key(1.0, "Final probability of keeping a layer.", ge=0.0, le=1.0)
     gamma: Float = key(0.001, "How quickly `theta` is reached.", ge=0.0)
 

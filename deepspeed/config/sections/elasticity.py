@@ -9,7 +9,7 @@ from pydantic import Field
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated, key
+from deepspeed.config.section import Float, Int, LenientSwitched, deprecated, key
 
 VERSIONS = (0.1, 0.2)
 
@@ -29,10 +29,9 @@ class ElasticityIncompatibleWorldSize(ElasticityError, DeepSpeedConfigError):
     """The section does not allow this number of ranks."""
 
 
-class ElasticityConfig(LenientConfigModel):
+class ElasticityConfig(LenientSwitched):
     """Bounds between which batch size and number of ranks are chosen."""
 
-    enabled: bool = key(False, "Turn it on.")
     max_train_batch_size: Int = key(2000, "Largest global batch; required when enabled.", ge=1)
     micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = key(
         [2, 4, 6], "Micro-batch sizes to choose from; required when enabled.", min_length=1

@@ -17,6 +17,7 @@ from deepspeed.config.section import (
     Int,
     IntOrAuto,
     LenientConfigModel,
+    LenientSwitched,
     key,
     parse_dtype,
 )
@@ -133,10 +134,9 @@ def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
 ABSENT = "<absent>"
 
 
-class AutoEPConfig(LenientConfigModel):
+class AutoEPConfig(LenientSwitched):
     """Experts of known mixture-of-experts models spread over ranks without changes to the model."""
 
-    enabled: bool = key(False, "Turn it on.")
     autoep_size: Int = key(1, "Ranks that share the experts of a layer; divides the number of experts.", ge=1)
     expert_tensor_parallel_size: Literal[1] = key(1, "Reserved; only 1.")
     validate_folding_routing: bool = key(False, "Check the routing at every step (for debugging).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import (
@@ -22,6 +23,7 @@ from deepspeed.config.section import (
     Float,
     Int,
     LenientConfigModel,
+    LenientSwitched,
     SumDtypeOrNull,
     finite,
     is_auto,
@@ -132,17 +134,12 @@ class NativeProductsConfig(DeepSpeedConfigModel):
     enabled: bool = key(False, "Use them.")
 
 
-def _autocast_dtype(value: Any) -> Dtype | None:
-    return parse_dtype(value, ("bf16", "fp16", "fp32"))
-
-
-class TorchAutocastConfig(LenientConfigModel):
+class TorchAutocastConfig(LenientSwitched):
     """`torch.autocast` around forward, run by the engine."""
 
-    enabled: bool = key(False, "Turn it on.")
     dtype: Annotated[
         Dtype | None,
-        PlainValidator(_autocast_dtype),
+        PlainValidator(partial(parse_dtype, allowed=("bf16", "fp16", "fp32"))),
         AllowedValues("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
     ] = key(None, "Autocast dtype; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = key(
@@ -152,12 +149,10 @@ class TorchAutocastConfig(LenientConfigModel):
     )
 
 
-class AmpConfig(LenientConfigModel):
+class AmpConfig(LenientSwitched):
     """The legacy `amp` section; here it turns on torch's own mixed precision."""
 
     model_config = ConfigDict(extra="allow")
-
-    enabled: bool = key(False, "Turn it on.")
 
     @property
     def params(self) -> dict[str, Any]:

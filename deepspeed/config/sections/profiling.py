@@ -31,9 +31,7 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
 class TimersConfig(LenientConfigModel):
     """Timers that run all the time."""
 
-    throughput: DeepSpeedThroughputTimerConfig = section(
-        DeepSpeedThroughputTimerConfig, "The throughput timer."
-    )
+    throughput: DeepSpeedThroughputTimerConfig = section("The throughput timer.")
 
 
 class TraceConfig(DeepSpeedConfigModel):

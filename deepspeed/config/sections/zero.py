@@ -233,9 +233,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     save_muon_momentum_buffer_in_memory: bool = key(
         False, "No effect: momentum is kept with the other states."
     )
-    leaf_module: DeepSpeedZeroLeafModuleConfig = section(
-        DeepSpeedZeroLeafModuleConfig, "Modules that stage 3 gathers as a whole."
-    )
+    leaf_module: DeepSpeedZeroLeafModuleConfig = section("Modules that stage 3 gathers as a whole.")
     parameter_alignment: bool = key(False, "No effect: parameters always begin at aligned addresses.")
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 

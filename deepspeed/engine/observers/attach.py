@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.python_gc import python_gc_manager
-from deepspeed.engine.observers.progress.display import Display, LineFormat, choose_display, made_by_client
+from deepspeed.engine.observers.progress.display import LineFormat, choose_display, made_by_client
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,9 +121,11 @@ def attach_observers(engine: Engine) -> None:
         engine.live_page.listen()  # last: after all observers that write events at the end of a step
     engine.events.on("on_error", partial(_advise, engine, set()))
     engine._network.names = HangReportNames(engine)
-    _attach_live_line(
-        engine, choose_display(config.steps_per_print, config.log_level, client=made_by_client())
-    )
+    display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())
+    if display.form is not LineFormat.NONE and is_rank_zero():
+        from deepspeed.engine.observers.progress.live_line import LiveLine
+
+        LiveLine(engine, display)
 
 
 def _advise(engine: Engine, given: set[str], *, error: BaseException | None) -> None:
@@ -131,14 +133,6 @@ def _advise(engine: Engine, given: set[str], *, error: BaseException | None) -> 
     from deepspeed.engine.observers.advice import advise  # only for failing runs
 
     advise(engine, given, error)
-
-
-def _attach_live_line(engine: Engine, display: Display) -> None:
-    """Attach a line of progress on rank 0, unless disabled."""
-    if display.form is not LineFormat.NONE and is_rank_zero():
-        from deepspeed.engine.observers.progress.live_line import LiveLine
-
-        LiveLine(engine, display)
 
 
 def _attach_clocks(engine: Engine) -> WallClockBreakdown | None:
@@ -166,10 +160,8 @@ def _attach_monitors(engine: Engine, clock: WallClockBreakdown | None) -> None:
     live = config.schema.monitor.live.enabled and engine.core is not None
     watched = live or config.monitor_config.enabled
     if watched or config.schema.monitor.x == "tokens":
-        _ = (
-            engine.monitor,
-            engine.curve_axis,
-        )  # made now: writers open their files, and token counts go into checkpoints
+        # Made now: writers open their files, and token counts go into checkpoints.
+        _ = engine.monitor, engine.curve_axis
     reader = None
     if watched and is_rank_zero():
         from deepspeed.engine.observers.progress.readings import StepReader

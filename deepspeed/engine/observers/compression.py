@@ -86,7 +86,7 @@ class CompressionSchedule:
             pruner.modules = {name: engine.module.get_submodule(name) for name in pruner.modules}  # type: ignore[misc]
         self.written = self._find_written()
         self.follow()
-        engine.events.on("after_step", self.after_step)
+        engine.events.on("after_update", self.after_update)
         engine.events.on("on_load", self.follow)
         if self.pruners:
             engine.events.on("at_boundary", self.score)
@@ -132,9 +132,7 @@ class CompressionSchedule:
         for pruner in self.pruners:
             pruner.on_before_optimizer_step(weight=access.full_master, gradient=access.full_gradient)
 
-    def after_step(self) -> None:
-        if self.scheduler.training_steps == self.engine.global_steps:
-            return  # not a boundary
+    def after_update(self) -> None:
         for pruner in self.pruners:
             pruner.on_after_optimizer_step()
         self.follow(written=self.engine.was_step_applied())

@@ -28,23 +28,20 @@ class ElasticRun:
     def __init__(self, engine: Engine, memory: Path, replicas: Replicas | None) -> None:
         self.engine = engine
         self.replicas = replicas
-        self.step = engine.global_steps
         self._progress: mmap.mmap | None = None
         if get_local_rank() == 0:
             with open(memory / ELASTIC_PROGRESS, "r+b") as file:
                 self._progress = mmap.mmap(file.fileno(), _STEPS.size)
-        engine.events.on("after_step", self.after_step)
+        engine.events.on("after_update", self.after_update)
         engine.events.on("on_destroy", self.close)
 
-    def after_step(self, **_: Any) -> None:
+    def after_update(self, **_: Any) -> None:
         engine = self.engine
-        if engine.global_steps == self.step:
-            return
-        self.step = engine.global_steps
         if self.replicas is not None:
-            self.replicas.keep(state_to_save(engine, {}, exclude_frozen=False), engine.mesh, self.step)
+            state = state_to_save(engine, {}, exclude_frozen=False)
+            self.replicas.keep(state, engine.mesh, engine.global_steps)
         if self._progress is not None:
-            _STEPS.pack_into(self._progress, 0, self.step)
+            _STEPS.pack_into(self._progress, 0, engine.global_steps)
 
     def close(self, **_: Any) -> None:
         if self.replicas is not None:

@@ -47,13 +47,9 @@ class ExpertLoads:
         self.watches = {number: RoutingStats() for number in layers}
         for number, layer in layers.items():
             layer.watch = self.watches[number]
-        self.step = engine.global_steps
-        engine.events.on("after_step", self.write)
+        engine.events.on("after_update", self.write)
 
     def write(self, **_: Any) -> None:
-        if self.engine.global_steps == self.step:  # not a boundary
-            return
-        self.step = self.engine.global_steps
         milliseconds = 1e3 * sum(watch.seconds for watch in self.watches.values())
         if self.timed:
             log_dist(f"time (ms) | expert exchange: {milliseconds:.2f}", ranks=[0])

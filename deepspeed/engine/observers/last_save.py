@@ -45,7 +45,6 @@ class LastSave:
         assert settings.folder is not None  # a rule of the config
         self.folder = settings.folder
         self.ends_at = _deadline(settings.save_before)
-        self.step = engine.global_steps
         self._last = time.monotonic()
         self._longest = 0.0
         self._signalled = False
@@ -54,16 +53,13 @@ class LastSave:
         self._sum: tuple[torch.Tensor, Any] | None = None
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         self._size = _bytes_of(engine) * ranks_here
-        engine.events.on("after_step", self.after_step)
+        engine.events.on("after_update", self.after_update)
         engine.events.on("on_destroy", self.close)
         if settings.save_at_sigterm and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
             _ask_for_time()
 
-    def after_step(self, **_: Any) -> None:
-        if self.engine.global_steps == self.step:
-            return
-        self.step = self.engine.global_steps
+    def after_update(self, **_: Any) -> None:
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
         reason = self._agreed(self._own_reason())
@@ -104,7 +100,7 @@ class LastSave:
         code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
         why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"
         log_dist(
-            f"{why}: the state after step {self.step} is in {self.folder}; exiting with code {code}. "
+            f"{why}: the state after step {self.engine.global_steps} is in {self.folder}; exiting with code {code}. "
             "checkpoint.resume continues the run",
             ranks=[0],
         )

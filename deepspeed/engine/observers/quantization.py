@@ -158,16 +158,12 @@ class QuantizedUpdates:
             param.start_bits = section.quantize_bits.start_bits
             param.target_bits = section.quantize_bits.target_bits
             param.q_period = section.quantize_schedule.quantize_period
-        self.step = engine.global_steps
         engine.checkpointed_observers["quantizer"] = self
-        engine.events.on("after_step", self.after_step)
+        engine.events.on("after_update", self.after_update)
 
-    def after_step(self) -> None:
+    def after_update(self) -> None:
         engine = self.engine
-        if engine.global_steps == self.step:
-            return
-        self.step = engine.global_steps
-        if self.step <= self.offset or not engine.was_step_applied():
+        if engine.global_steps <= self.offset or not engine.was_step_applied():
             return
         values = self.curvature.values if self.curvature is not None else {}
         self.quantizer.quantize([self.params.values()], False, bool(values), values)
@@ -185,7 +181,6 @@ class QuantizedUpdates:
         quantizer = self.quantizer
         quantizer.qsteps = state_dict["qsteps"]
         quantizer.quantize_real_ratio = state_dict["quantize_real_ratio"]
-        self.step = self.engine.global_steps
         for name, (bits, period) in state_dict["params"].items():
             if name in self.params:
                 self.params[name].start_bits, self.params[name].q_period = bits, period

@@ -38,13 +38,12 @@ class RandomLTD:
         self.scheduler = engine.random_ltd_scheduler = RandomLTDScheduler(section)
         self.scheduler.sampler = TokenSampler(section["random_ltd_layer_num"], seed, self.place)
         engine.random_ltd = self
-        self.step = engine.global_steps
         self._learning_rate()
         self.initialized = self.warned = False
         if _is_converted(engine.module):
             self.initialize()
         engine.events.on("before_forward", self.follow)
-        engine.events.on("after_step", self.write)
+        engine.events.on("after_update", self.write)
 
     def place(self) -> TokenPositions:
         """Return the position of a forward, or of its recomputation, in the run."""
@@ -92,9 +91,8 @@ class RandomLTD:
     def write(self, **_: Any) -> None:
         """Write the curves of each step."""
         engine = self.engine
-        if engine.global_steps == self.step or not (engine.monitor.enabled and is_rank_zero()):
+        if not (engine.monitor.enabled and is_rank_zero()):
             return
-        self.step = engine.global_steps
         state = self.scheduler.state_dict()
         values = {
             "random_ltd_reserved_length": state["current_value"],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero, logger
@@ -46,15 +47,15 @@ class Trial:
         self.samples: int | None = None
         self.kept: dict[int, int] = {}
         self._hooks: Any = None
-        self._step = engine.global_steps
         self._timed_from: tuple[int, float] | None = None
         engine.events.on("before_forward", self.first_forward)
         engine.events.on("after_forward", self.end_of_first_forward)
-        engine.events.on("after_step", self.step)
+        engine.events.on("after_update", self.step)
 
     def first_forward(self, *, inputs: Any, kwargs: Any, **_: Any) -> None:
         self.engine.events.off("before_forward", self.first_forward)
-        self.samples = next((t.shape[0] for t in _tensors((inputs, kwargs)) if t.dim()), None)
+        tensors = (leaf for leaf in tree_leaves((inputs, kwargs)) if isinstance(leaf, Tensor))
+        self.samples = next((each.shape[0] for each in tensors if each.dim()), None)
         if self.profiler is not None:
             self.profiler.start_profile()
         owned = {param.untyped_storage().data_ptr() for param in self.engine.module.parameters()}
@@ -89,9 +90,6 @@ class Trial:
 
     def step(self, **_: Any) -> None:
         done = self.engine.global_steps
-        if done == self._step:  # not a boundary
-            return
-        self._step = done
         if self.profiler is not None and self.profiler.started:
             self.profiler.end_profile()
         if done < self.config.start_profile_step:
@@ -130,14 +128,3 @@ class Trial:
             path.write_text(json.dumps(result, indent=2), encoding="utf-8")
             logger.info("autotuning: %.4g s per step; trial finished", seconds)
         raise SystemExit(0)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)

@@ -196,8 +196,16 @@ class Checkpoints:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model on rank 0, None on the others (stage 3). Collective."""
-        return _weights().zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+        """Return the whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
+
+        ``stage3_gather_16bit_weights_on_model_save`` is ignored: it applies to saving a model, while scripts that call
+        this always want the weights.
+        """
+        from deepspeed.checkpoint.sharded_weights import ShardedWeights
+
+        if not ShardedWeights(self._engine.module):
+            raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -245,9 +253,14 @@ class Checkpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        return _weights().module_state_dict(
-            self._engine, destination, prefix, keep_vars, exclude_frozen_parameters
-        )
+        """Return the ``state_dict`` of the wrapped, transformed module; without frozen parameters if requested."""
+        module = self._engine.module
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
 
     def load_module_state_dict(
         self,
@@ -258,16 +271,23 @@ class Checkpoints:
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load ``checkpoint["module"]``, and refresh the master weights."""
-        _weights().load_module_state_dict(
-            self._engine,
-            checkpoint,
-            strict,
-            custom_load_fn,
-            fetch_z3_params,
-            z3_params_to_fetch,
-            allowed_missing_keys,
-        )
+        """Load ``checkpoint["module"]``; the optimizer's master weights follow.
+
+        ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch`` are
+        accepted and ignored: sharded parameters are always gathered.
+        """
+        from deepspeed.checkpoint.sharded_weights import ShardedWeights
+
+        engine, source = self._engine, checkpoint["module"]
+        with _weights().gathered(engine, modified=True):
+            if custom_load_fn is not None:
+                custom_load_fn(src=source, dst=engine.module)
+            else:
+                own = engine.module.state_dict()
+                tolerated = {name: own[name] for name in allowed_missing_keys or () if name in own}
+                engine.module.load_state_dict({**tolerated, **source}, strict=strict)
+        if engine.state_access is not None and not ShardedWeights(engine.module):
+            engine.state_access.weights_loaded()
 
 
 class StateMoves:

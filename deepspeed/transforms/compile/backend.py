@@ -1,6 +1,11 @@
 """Registry of graph passes, and the compiler backend that runs them over a model's graphs.
 
 Importing this module does not import torch's compiler.
+
+[Note: settings, not rewriting] The original DeepSpeed's passes insert communication into a model's graph. Here
+parameters are gathered and released around compiled blocks, and states move between steps, so the built-in passes name
+*settings* of that machinery, which the engine applies when a schedule reaches them. As graph functions they return the
+graph unchanged; custom passes (``register_compile_pass``) do rewrite it.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ from deepspeed.transforms.compile.passes import (
     zero3_compile,
     zero_1_and_2_compile,
 )
-from deepspeed.transforms.compile.passes.builtin import BuiltinPass, GraphPass
 from deepspeed.transforms.compile.passes.contract import (
     CAP_Z3_GATHER_RELEASE,
     PassContract,
@@ -30,35 +34,47 @@ from deepspeed.transforms.compile.passes.contract import (
 )
 from deepspeed.transforms.compile.profilers import ProfilingResult
 
-_AFTER_GATHERS = frozenset({CAP_Z3_GATHER_RELEASE})
+GraphPass = Callable[..., Any]
+"""``(gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd)`` -> the changed
+``gm``, or None if there is nothing to change."""
+
+_NOTHING: frozenset[str] = frozenset()
+_GATHERS = frozenset({CAP_Z3_GATHER_RELEASE})
 
 
-def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset[str]) -> BuiltinPass:
-    nothing: frozenset[str] = frozenset()
-    terms = PassContract(name, contract.get("provides", nothing), contract.get("requires", nothing))
-    return BuiltinPass(name, function, frozenset(stages), terms)
+@dataclass(frozen=True)
+class BuiltinPass:
+    """A built-in pass: its documented function, the ZeRO stages it applies to, and the terms of its contract."""
+
+    name: str
+    function: GraphPass
+    stages: tuple[int, ...]
+    provides: frozenset[str] = _NOTHING
+    requires: frozenset[str] = _NOTHING
 
 
 BUILTIN_PASSES: dict[str, BuiltinPass] = {
-    setting.name: setting
-    for setting in (
-        _setting(zero3_compile.NAME, zero3_compile.add_z3_gather_release, 3, provides=_AFTER_GATHERS),
-        _setting(zero_1_and_2_compile.NAME, zero_1_and_2_compile.add_z1_reduce, 1),
-        _setting(zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce, 2),
-        _setting(prefetch.NAME, prefetch.schedule_prefetch, 3, requires=_AFTER_GATHERS),
-        _setting(selective_gather.NAME, selective_gather.selective_gather, 3, requires=_AFTER_GATHERS),
-        _setting(offload_adam_states.NAME, offload_adam_states.move_opt_states, 1, 2, 3),
-        _setting(offload_adam_states.NAME_SYNC, offload_adam_states.move_opt_states_sync, 1, 2, 3),
-        _setting(offload_adam_states.NAME_INIT, offload_adam_states.offload_adam_states_for_init, 1, 2, 3),
+    each.name: each
+    for each in (
+        BuiltinPass(zero3_compile.NAME, zero3_compile.add_z3_gather_release, (3,), provides=_GATHERS),
+        BuiltinPass(zero_1_and_2_compile.NAME, zero_1_and_2_compile.add_z1_reduce, (1,)),
+        BuiltinPass(zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce, (2,)),
+        BuiltinPass(prefetch.NAME, prefetch.schedule_prefetch, (3,), requires=_GATHERS),
+        BuiltinPass(selective_gather.NAME, selective_gather.selective_gather, (3,), requires=_GATHERS),
+        BuiltinPass(offload_adam_states.NAME, offload_adam_states.move_opt_states, (1, 2, 3)),
+        BuiltinPass(offload_adam_states.NAME_SYNC, offload_adam_states.move_opt_states_sync, (1, 2, 3)),
+        BuiltinPass(
+            offload_adam_states.NAME_INIT, offload_adam_states.offload_adam_states_for_init, (1, 2, 3)
+        ),
     )
 }
 """The built-in passes by name."""
 
-opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in BUILTIN_PASSES.items()}
+opt_passes: dict[str, GraphPass] = {name: each.function for name, each in BUILTIN_PASSES.items()}
 """All passes that a schedule may name."""
 
-for _setting_ in BUILTIN_PASSES.values():
-    register_pass_contract(_setting_.name, _setting_.contract)
+for _each in BUILTIN_PASSES.values():
+    register_pass_contract(_each.name, PassContract(_each.name, _each.provides, _each.requires))
 
 
 def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContract | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config.sections.model import CompileConfig
-from deepspeed.transforms.compile.backend import BUILTIN_PASSES, opt_passes
+from deepspeed.transforms.compile.backend import BUILTIN_PASSES, GraphPass, opt_passes
 from deepspeed.transforms.compile.passes import (
     offload_adam_states,
     prefetch,
@@ -15,7 +15,6 @@ from deepspeed.transforms.compile.passes import (
     zero3_compile,
     zero_1_and_2_compile,
 )
-from deepspeed.transforms.compile.passes.builtin import GraphPass
 from deepspeed.transforms.compile.passes.contract import validate_schedule
 
 WARMUP = 5
@@ -61,7 +60,7 @@ def read_schedule(schedule: Sequence[Any], stage: int) -> list[Period]:
 
 
 def _period(step: int, passes: Sequence[str | GraphPass], stage: int) -> Period:
-    ours = {setting.function: name for name, setting in BUILTIN_PASSES.items()}
+    ours = {each.function: name for name, each in BUILTIN_PASSES.items()}
     settings: list[str] = []
     others: list[GraphPass] = []
     for entry in passes:
@@ -80,7 +79,7 @@ def _period(step: int, passes: Sequence[str | GraphPass], stage: int) -> Period:
             others.append(function)
             continue
         if stage not in BUILTIN_PASSES[name].stages:
-            wanted = " or ".join(map(str, sorted(BUILTIN_PASSES[name].stages)))
+            wanted = " or ".join(map(str, BUILTIN_PASSES[name].stages))
             raise ValueError(
                 f"schedule, step {step}: pass {name!r} needs zero_optimization.stage {wanted} (it is {stage})"
             )

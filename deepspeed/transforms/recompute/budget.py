@@ -12,11 +12,13 @@ same operations and random numbers, so bit-identical results.
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -33,7 +35,14 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.transforms.recompute.block_record import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.transforms.recompute.checkpointing import SWITCH
-from deepspeed.transforms.recompute.knapsack import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
+from deepspeed.transforms.recompute.knapsack import (
+    Block,
+    BudgetTooSmall,
+    Footprint,
+    RecomputeChoice,
+    RecomputeOption,
+    choose,
+)
 from deepspeed.zero.partitioning import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"
@@ -111,22 +120,19 @@ class ForwardMeasurement:
         inputs."""
         self._outside.paused = True  # do not count what blocks save as outside
         try:
-            return self._call(block, run, rerun, inputs)
+            kind = _kind(block, inputs)
+            number = self._kinds.get(kind)
+            if number is None:
+                number = self._kinds[kind] = len(self._records)
+                outputs, record = record_block(block, run, [inputs])
+                self._records.append(record)
+            else:
+                outputs = rerun()
+            self._calls.append((block, number))
+            self._before = self._outside.total
+            return outputs
         finally:
             self._outside.paused = False
-
-    def _call(self, block: nn.Module, run: Callable[[], Any], rerun: Callable[[], Any], inputs: Any) -> Any:
-        kind = _kind(block, inputs)
-        number = self._kinds.get(kind)
-        if number is None:
-            number = self._kinds[kind] = len(self._records)
-            outputs, record = record_block(block, run, [inputs])
-            self._records.append(record)
-        else:
-            outputs = rerun()
-        self._calls.append((block, number))
-        self._before = self._outside.total
-        return outputs
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -208,9 +214,7 @@ def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, k
 class MemoryBudget:
     """The module transform of ``activation_checkpointing.memory_budget``."""
 
-    name = "memory_budget"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    name, after, before = "memory_budget", (), ()
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -238,7 +242,7 @@ def budget_blocks(module: nn.Module, limit: float, ranks: LayerRanks | None) -> 
     budget.chosen = dict.fromkeys(blocks, NOTHING)
     for block in blocks:
         vars(block)["forward"] = BudgetedCall(block, budget)
-    _FirstForward(module, budget).attach()
+    _FirstForward(module, budget)
     return budget
 
 
@@ -246,13 +250,10 @@ class _FirstForward:
     """Hooks that measure the first forward of ``module`` with gradients, then remove themselves."""
 
     def __init__(self, module: nn.Module, budget: Budget) -> None:
-        self.module, self.budget = module, budget
-        self._handles: list[Any] = []
-
-    def attach(self) -> None:
+        self.budget = budget
         self._handles = [
-            self.module.register_forward_pre_hook(self._begin),
-            self.module.register_forward_hook(self._end, always_call=True),
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
         ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -300,15 +301,12 @@ def report(choice: RecomputeChoice) -> str:
     return "\n".join(lines)
 
 
-def _runs(choice: RecomputeChoice) -> Sequence[tuple[int, int, Any, Block]]:
+def _runs(choice: RecomputeChoice) -> Iterator[tuple[int, int, RecomputeOption, Block]]:
     """Group consecutive blocks that do the same: (first block, last block, option, block)."""
-    found: list[tuple[int, int, Any, Block]] = []
-    for number, (option, block) in enumerate(zip(choice.options, choice.counted.blocks, strict=True)):
-        if found and found[-1][2] == option and found[-1][3] == block:
-            found[-1] = (found[-1][0], number, option, block)
-        else:
-            found.append((number, number, option, block))
-    return found
+    pairs = zip(choice.options, choice.counted.blocks, strict=True)
+    for (option, block), same in itertools.groupby(enumerate(pairs), key=itemgetter(1)):
+        numbers = [number for number, _ in same]
+        yield numbers[0], numbers[-1], option, block
 
 
 def _rerun_text(record: BlockRecord, chosen: Collection[Key] | None) -> str:

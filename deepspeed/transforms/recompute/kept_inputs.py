@@ -11,7 +11,7 @@ preceding one starts, overlapping computation; at most two are on the device at 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -92,34 +92,28 @@ class HostInputs:
         return self.stream.copy(kept.local, torch.empty_like(kept.local, device=kept.device))
 
 
+@dataclass(eq=False)
 class KeptInputs:
     """``pack`` and ``unpack`` for one configuration. All ranks of the group must call them in the same order."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        offload: bool,
-        arena: Arena | None,
-        host_inputs: HostInputs | None = None,
-    ) -> None:
-        self._communicator = communicator
-        self._offload = offload
-        self._arena = arena
-        self._host_inputs = host_inputs or HostInputs()
+    communicator: Communicator
+    _: KW_ONLY
+    offload: bool
+    arena: Arena | None
+    host_inputs: HostInputs = field(default_factory=HostInputs)
 
     def pack(self, tensor: Tensor) -> Any:
         # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
-        if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
+        if not tensor.is_floating_point() or tensor.numel() < self.communicator.size:
             return tensor
-        numel = -(-tensor.numel() // self._communicator.size)
-        start = self._communicator.rank * numel
+        numel = -(-tensor.numel() // self.communicator.size)
+        start = self.communicator.rank * numel
         part = tensor.detach().reshape(-1)[start : start + numel]  # this rank's elements
-        to_host = self._offload and has_own_memory(tensor.device)
+        to_host = self.offload and has_own_memory(tensor.device)
         device = torch.device("cpu") if to_host else tensor.device
         pinned = to_host and tensor.device.type == "cuda"
-        if self._arena is not None:
-            slot = self._arena.take(numel, tensor.dtype, device, pinned)
+        if self.arena is not None:
+            slot = self.arena.take(numel, tensor.dtype, device, pinned)
             local = slot.tensor
         elif numel == tensor.numel() and not to_host:
             return tensor  # neither partitioned nor moved
@@ -129,8 +123,8 @@ class KeptInputs:
         local[part.numel() :].zero_()
         kept = KeptInput(local, slot, tensor.shape, tensor.device)
         if to_host:
-            self._host_inputs.stream.copy(part, local[: part.numel()])
-            self._host_inputs.add(kept)
+            self.host_inputs.stream.copy(part, local[: part.numel()])
+            self.host_inputs.add(kept)
         else:
             local[: part.numel()].copy_(part)
         return kept
@@ -138,11 +132,11 @@ class KeptInputs:
     def unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, KeptInput):
             return kept
-        away = self._offload and has_own_memory(kept.device)
-        local = self._host_inputs.take(kept) if away else kept.local
-        if self._communicator.size > 1:
-            full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
-            self._communicator.all_gather(full, local).wait()
+        away = self.offload and has_own_memory(kept.device)
+        local = self.host_inputs.take(kept) if away else kept.local
+        if self.communicator.size > 1:
+            full = torch.empty(local.numel() * self.communicator.size, dtype=local.dtype, device=kept.device)
+            self.communicator.all_gather(full, local).wait()
         else:
             # Cloned, because the slot returns to the arena while the recomputed region may still hold its input.
             full = local.clone() if local is kept.local and kept.slot is not None else local

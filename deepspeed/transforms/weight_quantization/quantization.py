@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,30 +31,8 @@ if TYPE_CHECKING:
 # other: the integers travel between ranks, host memory and files.
 
 
-def get_quantize_weight_fn(
-    quantizer: GroupwiseQuantizer, pre_quant_weight: nn.Parameter
-) -> Callable[[], Tensor]:
-    """Return a function that quantizes ``pre_quant_weight`` into one uint8 parameter."""
-
-    def quantized() -> Tensor:
-        return concat_to_compat_param(*quantizer.quantize(pre_quant_weight), return_param=False)
-
-    return quantized
-
-
-def get_quantized_weight_wrapper(
-    model: nn.Module, pre_quant_weight: nn.Parameter, quantize_weight_fn: Callable[[], Tensor]
-) -> nn.Parameter:
-    """Return the parameter that replaces ``pre_quant_weight``: the same object for all layers of ``model`` that share
-    the weight."""
-    made: Any = getattr(pre_quant_weight, _BECAME, None)
-    if made is None:
-        made = nn.Parameter(quantize_weight_fn(), requires_grad=False)
-        setattr(pre_quant_weight, _BECAME, made)
-    return made
-
-
 _BECAME = "_ds_quantized"
+"""Attribute of a weight: the parameter that replaces it in all layers that share it."""
 
 
 class _QuantizedBase(nn.Module):
@@ -73,10 +50,9 @@ class _QuantizedBase(nn.Module):
         self.register_buffer(
             "like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False
         )
-        made = get_quantized_weight_wrapper(
-            layer, weight, get_quantize_weight_fn(GroupwiseQuantizer(config), weight)
-        )
-        self._parameters["weight"] = made
+        if not hasattr(weight, _BECAME):
+            setattr(weight, _BECAME, concat_to_compat_param(*GroupwiseQuantizer(config).quantize(weight)))
+        self._parameters["weight"] = getattr(weight, _BECAME)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize the weight to its original shape. ``dtype``: default: that of the module."""

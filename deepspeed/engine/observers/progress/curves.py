@@ -55,12 +55,11 @@ class Curves:
         self.engine, self.monitor, self.reader, self.clock = engine, monitor, reader, clock
         # The live page has its own other numbers, and measures memory less often.
         self.numbers = NUMBERS if monitor.backends else {"loss_scale": NUMBERS["loss_scale"]}
-        engine.events.on("after_step", self.write)
+        engine.events.on("after_update", self.write)
 
     def write(self, **_: Any) -> None:
         reading = self.reader.latest
-        if reading is None:  # not a boundary
-            return
+        assert reading is not None
         if reading.loss is not None:
             self.engine.losses = reading.loss
         self.monitor.write_events(self.events(reading))

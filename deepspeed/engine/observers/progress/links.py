@@ -40,25 +40,21 @@ class BytesByLink:
     def __init__(self, engine: Engine, *, speaks: bool, monitor: MonitorMaster | None) -> None:
         self.engine, self.speaks = engine, speaks
         self.monitor = monitor if is_rank_zero() else None
-        self.number = engine.global_steps
         self.before = engine._network.sent_by_link()
         self.last, self.totals = BytesSent(), LinkTotals()
-        engine.events.on("after_step", self.count)
+        engine.events.on("after_update", self.count)
         if engine._network.log.enabled:
             engine._network.log.links = self.totals.summary
 
     def count(self, **_: Any) -> None:
         engine = self.engine
-        if engine.global_steps == self.number:  # not a boundary
-            return
-        self.number = engine.global_steps
         now = engine._network.sent_by_link()
         self.last, self.before = now - self.before, now
         self.totals.sent += self.last
         self.totals.steps += 1
         if self.speaks:
             log_dist(
-                f"sent by this rank in step {self.number}: {convert_size(self.last.within)} within its host, "
+                f"sent by this rank in step {engine.global_steps}: {convert_size(self.last.within)} within its host, "
                 f"{convert_size(self.last.across)} across hosts",
                 ranks=[0],
             )

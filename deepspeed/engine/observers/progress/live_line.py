@@ -112,14 +112,12 @@ class LiveLine:
         self.due_s = self.last_s + (0.0 if self.status is not None else self.pause_s)
         self.step = engine.global_steps
         self.mark: tuple[float, int, int] | None = None  # time, steps, samples of the last line
-        engine.events.on("after_step", self.after_step)
+        engine.events.on("after_update", self.after_update)
         engine.events.on("on_load", self.resume)
         engine.events.on("on_destroy", self.close)
 
-    def after_step(self, **_: Any) -> None:
+    def after_update(self, **_: Any) -> None:
         step = self.engine.global_steps
-        if step == self.step:  # not a boundary
-            return
         now, before = self.now_s(), self.last_s
         self.step, self.last_s = step, now
         if self.mark is None:

@@ -221,7 +221,7 @@ class LivePage:
         if self.recorder is not None:
             self._parts = StepParts(self.engine)
         events.on("before_reduction", self.progress.reach_reduction)
-        events.on("after_step", self.after_step)
+        events.on("after_update", self.after_update)
         events.on("on_destroy", self.close)
         self.ranks.start()
         if self.recorder is not None:
@@ -230,10 +230,8 @@ class LivePage:
             events.on("on_error", self.after_error)
             self.recorder.start()
 
-    def after_step(self, **_: Any) -> None:
+    def after_update(self, **_: Any) -> None:
         number = self.engine.global_steps
-        if number == self.progress.step:  # not a boundary
-            return
         self.progress.end_step(number)
         reading = self.reader.latest if self.reader is not None else None
         if self.recorder is None or reading is None:

@@ -54,19 +54,19 @@ class StepReader:
     def __init__(self, engine: Engine, axis: CurveAxis) -> None:
         self.engine, self.axis = engine, axis
         self.latest: Reading | None = None
-        """Reading of the step just ended; None between the micro-batches of a step."""
+        """Reading of the last step; None before the first."""
         self._meter = LossMeter(engine, always=True)
         self._loss: float | None = None
         self._rows = self._tokens = 0  # of this rank, in this step
         self._begin()
         engine.events.on("before_forward", self._count_tokens)
         engine.events.on("at_boundary", self._read_loss)
-        engine.events.on("after_step", self._read)
+        engine.events.on("after_update", self._read)
         engine.events.on("on_load", self._begin)
 
     def _begin(self, **_: Any) -> None:
         """Restart at the current step; also after a load, when steps and samples jump."""
-        self._step, self._samples = self.engine.global_steps, self.engine.global_samples
+        self._samples = self.engine.global_samples
         self._ended_s: float | None = None
 
     def _count_tokens(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
@@ -80,9 +80,6 @@ class StepReader:
 
     def _read(self, **_: Any) -> None:
         engine = self.engine
-        self.latest = None
-        if engine.global_steps == self._step:  # not a boundary
-            return
         now = time.perf_counter()
         samples = engine.global_samples - self._samples
         tokens = round(samples * self._tokens / self._rows) if self._rows else None
@@ -99,7 +96,7 @@ class StepReader:
             scale=scaler.scale if scaler is not None and scaler.plan.active else None,
         )
         self._loss, self._rows, self._tokens = None, 0, 0
-        self._step, self._samples, self._ended_s = engine.global_steps, engine.global_samples, now
+        self._samples, self._ended_s = engine.global_samples, now
         if self.axis.counts_tokens:
             self.axis.advance(samples, tokens)
 
