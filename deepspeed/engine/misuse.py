@@ -93,7 +93,9 @@ class StepPerBatchWarning:
         pairs, self._forwards, self._pairs = self._pairs, 0, 0
         if engine.pipeline_parallelism or engine.clock.forced or not 1 < pairs == engine.clock.steps:
             return
-        text = f"engine.step() was called once for {pairs} micro-batches, so that an update takes {pairs * pairs}: call "
+        text = (
+            f"engine.step() was called once for {pairs} micro-batches, an update takes {pairs * pairs}: call "
+        )
         text += (
             "it after every engine.backward(), with the loss undivided; it updates once per accumulated batch"
         )
