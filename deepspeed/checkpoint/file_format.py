@@ -51,6 +51,7 @@ names) and where they are written:
       rank_state        {"random", "data"}         at stage 3 without training state
       rank_states       [{"random", "data"}]       of all ranks, if they have no files of their own; read from the first
       micro_steps, accumulated, accumulation_steps   ints: in all, since the last update, of an update
+      train_batch_size         int: samples of an update over all ranks
       world_size        int
       fp16, dynamic_loss_scale   bool              read only if the section's ``scalars`` do not say the latter
       optimizer_order   [names]                    by optimizer group, in the client's order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -248,8 +248,13 @@ class Restorer:
         """Load masters by intersection, each rank its own shards, and frozen weights and buffers from the model
         file."""
         self._load_rest()
-        for index, tensors in self._shards():
-            name = self._name_of(index)
+        named = [(index, tensors, self._name_of(index)) for index, tensors in self._shards()]
+        self._check_shapes(
+            (index.name, source.index.global_shape, index.global_shape)
+            for index, _, name in named
+            for source in (self.catalog.masters(name)[:1] if name is not None else [])
+        )
+        for index, tensors, name in named:
             if name is None:
                 continue
             self.reader.fill(
@@ -383,17 +388,29 @@ class Restorer:
 
     def _load_into_module(self, tensors: dict[str, Any], *, partly: bool = False) -> None:
         own = module_state(self.module)
-        for name, value in tensors.items():
-            have = own.get(name)
-            if isinstance(value, Tensor) and isinstance(have, Tensor) and have.shape != value.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(have.shape)} in the model, but {tuple(value.shape)} in "
-                    f"{self.catalog.folder}"
-                )
+        self._check_shapes(
+            (name, value.shape, have.shape)
+            for name, value in tensors.items()
+            if isinstance(value, Tensor) and isinstance(have := own.get(name), Tensor)
+        )
         if not self.nested:
             self._call_loader(self.module.load_state_dict, tensors, strict=self.strict and not partly)
         elif tensors:  # flat names, which the model's own loader does not know
             self._call_loader(partial(nn.Module.load_state_dict, self.module), tensors, strict=False)
+
+    def _check_shapes(self, shapes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        """Compare (name, saved shape, own shape). CheckpointError: some differ, of which it names up to eight."""
+        pairs = {name: (tuple(saved), tuple(own)) for name, saved, own in shapes}
+        lines = [
+            f"{name}: shape {saved}, in the model {own}"
+            for name, (saved, own) in pairs.items()
+            if saved != own
+        ]
+        if lines:
+            more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+            raise CheckpointError(
+                f"{self.catalog.folder} does not fit the model: {'; '.join(lines[:8])}{more}"
+            )
 
     def _load_nested(self) -> None:
         if self.nested and not self.sharded_weights:

@@ -24,7 +24,7 @@ from deepspeed.config.plan import Plan, make_plan
 from deepspeed.engine import module as modules
 from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh, recompute_settings
 from deepspeed.engine.load_guard import LoadGuard
-from deepspeed.engine.misuse import warn_of_patches
+from deepspeed.engine.misuse import warn_of_misuse
 from deepspeed.engine.observers.attach import ObserverAttributes, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import list_parameters, no_training, require_optimizer
@@ -132,7 +132,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
         self.background_writer = self.checkpoints.new_writer()
         # Observers come last: they read all of the above, and the start report describes it.
         attach_observers(self)
-        warn_of_patches(self)
+        warn_of_misuse(self)
         log_start(self)
 
     def _init_mesh_and_ranks(self, args: Any, mesh_device: Any) -> None:

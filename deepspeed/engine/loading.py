@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,13 +50,13 @@ def load_checkpoint(
     """Load a checkpoint; return ``(folder, client_state)``, or ``(None, None)`` and a warning if no tag is given and
     ``latest`` does not exist. Collective.
 
-    A checkpoint of any stage, world size and precision can be loaded, including one written by release 0.19. Without
-    a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a folder as
-    written by ``save_pretrained``): then only these are loaded, regardless of the other options; likewise for a
-    universal checkpoint made by ``hf_to_universal``. ``load_module_only`` changes only the weights; for 16-bit
-    weights it reads the fp32 masters from the optimizer files, if possible; otherwise it does not open these. RNG
-    states, data position and accumulated gradients are restored only by a full load. CheckpointError (a ValueError)
-    names the file that is missing, damaged or foreign, or the mismatch.
+    A checkpoint of any stage, world size and precision can be loaded, including one written by release 0.19. Without a
+    ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a folder as
+    written by ``save_pretrained``; a state dict in a ``.pt`` or ``.pth`` file): then only these are loaded, regardless
+    of the other options; likewise for a universal checkpoint made by ``hf_to_universal``. ``load_module_only`` changes
+    only the weights; for 16-bit weights it reads the fp32 masters from the optimizer files, if possible; otherwise it
+    does not open these. RNG states, data position and accumulated gradients are restored only by a full load.
+    CheckpointError (a ValueError) names the file that is missing, damaged or foreign, or the mismatch.
     """
     ranks = ranks_of(engine)
     if engine.background_writer is not None:
@@ -299,10 +300,10 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
             "same tag and folder on all ranks"
         )
     if own is None and ranks.rank == 0:
-        logger.warning(
-            f"nothing was loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to "
-            "load one that was saved with save_latest=False"
-        )
+        lacks = f"{load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load one that was "
+        lacks += "saved with save_latest=False"
+        there = load_dir.exists()
+        logger.warning(f"nothing was loaded: {lacks if there else f'folder {load_dir} does not exist'}")
     return own
 
 
@@ -339,11 +340,21 @@ def _restore_run_state(
         for name, state in catalog.index.get(OBSERVER_STATES, {}).items():
             if name in engine.checkpointed_observers:
                 engine.checkpointed_observers[name].load_state_dict(state)
+        _warn_of_another_batch(engine, catalog)
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
     if selection.exact_resume:
         _load_rank_state(engine, catalog, ranks)
+
+
+def _warn_of_another_batch(engine: Engine, catalog: Catalog) -> None:
+    batch = engine._config.train_batch_size
+    saved = catalog.index.get("train_batch_size", batch)
+    if saved != batch:
+        text = f"the checkpoint was trained with {saved} samples per update, and goes on with {batch}: a config with "
+        text += "train_batch_size, without gradient_accumulation_steps, keeps them on another number of ranks"
+        log_dist(text, ranks=[0], level=logging.WARNING)
 
 
 def _load_loss_scale(engine: Engine, catalog: Catalog) -> None:

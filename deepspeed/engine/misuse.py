@@ -7,6 +7,8 @@ import sys
 import weakref
 from typing import Any
 
+import torch
+
 from deepspeed.base.logging import log_dist, warning_once
 from deepspeed.zero.accumulation import AccumulationClock
 
@@ -62,6 +64,46 @@ class StepWarnings:
             handle.remove()
 
 
+class StepPerBatchWarning:
+    """Warns once when a script steps once per accumulated batch, as with DistributedDataParallel: after as many pairs
+    of forward and backward as there are accumulation steps. Several losses of one forward, ``no_sync``, pipelines and
+    forced boundaries (Accelerate) are not taken for that."""
+
+    def __init__(self, engine: Any) -> None:
+        self._at = weakref.ref(engine)
+        self._forwards, self._pairs = 0, 0
+        self._watched = (
+            ("before_forward", self._forward),
+            ("after_backward", self._backward),
+            ("before_step", self._step),
+        )
+        for event, subscriber in self._watched:
+            engine.events.on(event, subscriber)
+
+    def _forward(self, **_: Any) -> None:
+        self._forwards += torch.is_grad_enabled()
+
+    def _backward(self, **_: Any) -> None:
+        engine: Any = self._at()
+        paired = self._forwards == 1 and not engine.accumulation.inside_no_sync
+        self._forwards, self._pairs = 0, self._pairs + 1 if paired else -engine.clock.steps
+
+    def _step(self) -> None:
+        engine: Any = self._at()
+        pairs, self._forwards, self._pairs = self._pairs, 0, 0
+        if engine.pipeline_parallelism or engine.clock.forced or not 1 < pairs == engine.clock.steps:
+            return
+        text = (
+            f"engine.step() was called once for {pairs} micro-batches, an update takes {pairs * pairs}: call "
+        )
+        text += (
+            "it after every engine.backward(), with the loss undivided; it updates once per accumulated batch"
+        )
+        log_dist(text, ranks=[0], level=logging.WARNING)
+        for event, subscriber in self._watched:
+            engine.events.off(event, subscriber)
+
+
 # Names of release 0.19's engine that trainers replace or override, but that are never called here.
 
 
@@ -109,8 +151,11 @@ MODULES: dict[str, dict[str, str]] = {
 """Module -> name in it -> its replacement."""
 
 
-def warn_of_patches(engine: Any) -> None:
-    """Warn once per name that a trainer replaced, or overrode in a subclass, without effect."""
+def warn_of_misuse(engine: Any) -> None:
+    """Warn once per name that a trainer replaced, or overrode in a subclass, without effect; and, later, of steps that
+    do not follow each backward."""
+    if engine.clock.managed and engine.clock.steps > 1 and engine.core is not None:
+        StepPerBatchWarning(engine)
     for name, instead in ENGINE.items():
         found = getattr(type(engine), name, None)
         if found is not None and not getattr(found, "__module__", "").startswith("deepspeed."):

@@ -170,6 +170,7 @@ def state_to_save(engine: Engine, client_state: Mapping[str, Any], *, exclude_fr
             "micro_steps": engine.clock.micro_steps,
             "accumulation_steps": engine._config.gradient_accumulation_steps,
             "accumulated": engine.clock.position,
+            "train_batch_size": engine._config.train_batch_size,
             "world_size": engine.world_size,
             "fp16": bool(engine._config.float16_config.enabled),
             "dynamic_loss_scale": bool(not engine._config.float16_config.loss_scale),

@@ -131,7 +131,13 @@ class Pretrained:
             arguments["config"] = self.config
         elif (Path(self.name).parent / "tokenizer_config.json").is_file():
             del arguments["gguf_file"]
-        return AutoTokenizer.from_pretrained(**arguments)
+        try:
+            return AutoTokenizer.from_pretrained(**arguments)
+        except Exception as error:
+            kinds = ("*token*", "vocab*", "*.model", "*.gguf")
+            if not Path(self.name).is_dir() or any(any(Path(self.name).glob(kind)) for kind in kinds):
+                raise
+            raise ValueError(f"no tokenizer in {self.name}: save the model's there, too") from error
 
     def check_quantization(self, method: str) -> None:
         """Check the quantization. ValueError: weights are not stored by ``method``, a vLLM name (``gptq_marlin`` is

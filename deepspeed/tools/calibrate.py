@@ -28,6 +28,7 @@ from deepspeed.version import __version__
 
 STAGES = (0, 1, 2, 3)
 LIMIT_S = 600.0
+BUSY_SPREAD = 0.3
 
 _SET_HERE = (
     "zero_optimization", "train_batch_size", "gradient_accumulation_steps", "steps_per_print",
@@ -76,9 +77,16 @@ def calibrate(
     threads = request.threads or max(1, cores // 2)
     found: dict[str, Any] = {"steps": {}}
     for ranks in (1, 2):
-        tell(f"calibrating: {ranks} rank{'s' * (ranks > 1)}, stages {', '.join(map(str, request.stages))}")
-        part = _run(request, ranks, threads, place if ranks > 1 else None)
+        stages = ", ".join(map(str, request.stages))
+        tell(
+            f"calibrating: {ranks} rank{'s' * (ranks > 1)}, stages {stages} (a minute or two, more on a busy machine)"
+        )
+        part = _run(request, ranks, threads, place if ranks > 1 else None, tell)
         found = {**found, **part, "steps": {**found["steps"], **part["steps"]}}
+    if (widest := max(row["spread"] for row in found["steps"].values())) > BUSY_SPREAD:
+        tell(
+            f"warning: step times vary by up to {widest:.0%}: the machine is busy, calibrate again when it is not"
+        )
     elements, flops = _model_facts(request)
     lines = {name: CostLine(**line) for name, line in found["lines"].items()}
     lines.setdefault("fetch", lines["all_gather"])
@@ -128,7 +136,9 @@ def _model_facts(request: CalibrationRequest) -> tuple[int, float]:
 # The ranks ---------------------------------------------------------------------------------------------------
 
 
-def _run(request: CalibrationRequest, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
+def _run(
+    request: CalibrationRequest, ranks: int, threads: int, place: Place | None, tell: Any
+) -> dict[str, Any]:
     config = {key: value for key, value in request.config.items() if key not in _SET_HERE}
     config |= {"train_micro_batch_size_per_gpu": request.micro, "steps_per_print": 10**9}
     zero = request.config.get("zero_optimization")
@@ -138,13 +148,15 @@ def _run(request: CalibrationRequest, ranks: int, threads: int, place: Place | N
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
         job = {**asdict(request), "config": config, "zero": kept, "result": str(result)}
         given.write_text(json.dumps(job), encoding="utf-8")
-        _start([request.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
+        command = [request.python, "-m", "deepspeed.tools.calibration_rank", str(given)]
+        _start(command, ranks, threads, place, tell)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
 
 
-def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
-    """Start the ranks and wait for all of them. CalibrationError: one failed, with the end of the output."""
+def _start(command: list[str], ranks: int, threads: int, place: Place | None, tell: Any) -> None:
+    """Start the ranks, tell their progress, and wait for them. CalibrationError: one failed, with the end of the
+    output."""
     port = find_free("127.0.0.1")
     with tempfile.TemporaryFile("w+") as log:
         running = []
@@ -153,7 +165,7 @@ def _start(command: list[str], ranks: int, threads: int, place: Place | None) ->
                 before, own = place(rank) if place is not None else ([], {})
                 environment = {**os.environ, **_environment(rank, ranks, threads, port), **own}
                 running.append(subprocess.Popen([*before, *command], env=environment, stdout=log, stderr=log))
-            failed = _first_failure(running)
+            failed = _first_failure(running, Path(command[-1]).with_name("progress"), tell)
             if failed is not None:
                 log.seek(0)
                 raise CalibrationError(
@@ -165,11 +177,16 @@ def _start(command: list[str], ranks: int, threads: int, place: Place | None) ->
                 process.wait()
 
 
-def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+def _first_failure(running: Sequence[subprocess.Popen[bytes]], progress: Path, tell: Any) -> int | None:
     """Return the exit status of the first rank that fails, without waiting for the others, which may wait for it; None
     if all have succeeded. CalibrationError: the ranks run longer than ``LIMIT_S``."""
     deadline = time.monotonic() + LIMIT_S
+    told = 0
     while True:
+        lines = progress.read_text().splitlines() if progress.exists() else []
+        for line in lines[told:]:
+            tell(line)
+        told = len(lines)
         statuses = [process.poll() for process in running]
         failed = next((status for status in statuses if status), None)
         if failed is not None or None not in statuses:

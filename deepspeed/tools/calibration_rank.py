@@ -241,6 +241,9 @@ def main() -> None:
         if first and stage == 3 and world.size > 1:
             found["lines"]["fetch"] = fetch_line(found["lines"]["all_gather"], trained)
         trained.close()
+        if world.rank == 0:
+            with Path(sys.argv[1]).with_name("progress").open("a") as file:
+                file.write(f"  stage {stage}: {medians(rows[stage])['step'] * 1e3:.1f} ms per step\n")
     found["steps"] = {f"{world.size}/{stage}": medians(taken) for stage, taken in rows.items()}
     if world.rank == 0:
         Path(given["result"]).write_text(json.dumps(found), encoding="utf-8")

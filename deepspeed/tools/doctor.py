@@ -7,6 +7,7 @@ broken.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import ipaddress
 import json
@@ -278,6 +279,7 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="ds doctor",
         description="Check that this machine and the machines of a hostfile are ready for a job.",
+        epilog="example: ds doctor --hostfile hosts",
         allow_abbrev=False,
     )
     options = {
@@ -287,7 +289,7 @@ def parser() -> ArgumentParser:
         "-e --exclude SPEC": takes("all hosts but these", ""),
         "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
         "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
-        "--report JSON": takes("used on remote machines: the arguments of `report_this_machine`"),
+        "--report": takes(argparse.SUPPRESS),  # on remote machines: the arguments of `report_this_machine`
     }
     return add_options(made, options)
 

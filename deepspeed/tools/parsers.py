@@ -172,6 +172,7 @@ def elastic() -> argparse.ArgumentParser:
     made = ArgumentParser(
         prog="ds_elastic",
         description="Print the batch size and the possible numbers of ranks of an `elasticity` section.",
+        epilog="example: ds_elastic -c ds_config.json -w 8",
     )
     options = {
         "-c --config FILE": takes("the config, in JSON or HJSON", required=True),
@@ -214,11 +215,16 @@ _IO = {
 }
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def io() -> argparse.ArgumentParser:
     made = ArgumentParser(
         prog="ds_io",
         description="Time reads or writes of files with one configuration, and print it as an `aio` section.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
     add_options(made.add_mutually_exclusive_group(required=True), _IO_FOLDERS)
     return add_options(made, _IO)

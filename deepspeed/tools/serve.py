@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from deepspeed.base.extras import install_hint
@@ -21,6 +22,9 @@ from deepspeed.inference.serving.pooling import pooling_of
 from deepspeed.observe.live.access import check_token, is_local
 from deepspeed.tools import serve_options
 from deepspeed.tools.serve_loading import LoadedServer, clients_of, load
+
+PACKAGES = {"fastapi": "serve", "uvicorn": "serve", "transformers": "transformers"}
+MAIN_ENDPOINTS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/metrics")
 
 
 @exit_quietly("ds serve")
@@ -69,7 +73,10 @@ def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int
     signal.signal(signal.SIGTERM, _end)  # uvicorn raises it again when all connections are closed
 
     def ready(address: str) -> None:
-        report(f"ds serve: ready at {address}: {loaded.summary}; endpoints {', '.join(endpoints(app))}")
+        paths = endpoints(app)
+        main = [path for path in MAIN_ENDPOINTS if path in paths]
+        more = f"endpoints {', '.join(main)} and {len(paths) - len(main)} more"
+        report(f"ds serve: ready at {address}: {loaded.summary}; {more}")
 
     try:
         if args.otlp_traces_endpoint is not None:
@@ -139,12 +146,11 @@ def problem_of(args: argparse.Namespace) -> str | None:
                 return problem
         except (OSError, ValueError) as problem:
             return str(problem)
-    for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
-        try:
-            __import__(package)
-        except ImportError:
-            return f"the package {package!r} is missing: {install_hint(package, extra=extra)}"
-    return None
+    missing = [each for each in PACKAGES.items() if find_spec(each[0]) is None]
+    hints = [install_hint(package, extra=extra).removeprefix("pip install ") for package, extra in missing]
+    extras = ",".join(dict.fromkeys(extra for _, extra in missing))
+    names = ", ".join(package for package, _ in missing)
+    return f"missing: {names} (extras {extras}): pip install {' '.join(hints)}" if missing else None
 
 
 def _problem_of_model(args: argparse.Namespace) -> str | None:

@@ -138,6 +138,7 @@ class _Causal:
             load_one = partial(load_adapter, runner.module, adaptable=adaptable_layers(runner.module))
         return ServedModel(
             name=args.name,
+            path=args.model,
             service=_service_of(args, generator, announce),
             tokenizer=tokenizer,
             max_length=max_length,
@@ -177,6 +178,7 @@ class _Encoder:
     def serve(self, _: int) -> ServedModel:
         return ServedModel(
             name=self.args.name,
+            path=self.args.model,
             service=_service_of(self.args, self.engine),
             tokenizer=self.tokenizer,
             max_length=self.engine.max_length,

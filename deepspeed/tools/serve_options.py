@@ -59,8 +59,11 @@ def _each_of(args: argparse.Namespace) -> list[argparse.Namespace]:
         for name in _SIZES if not made else (*_SIZES, *_OF_FIRST):
             setattr(one, name, defaults.get_default(name))
         vars(one).update(own)
-        one.name = one.name or one.model
         made.append(one)
+    folders = [Path(one.model).resolve().name for one in made]
+    for one, folder in zip(made, folders, strict=True):  # the path stays a name, too: ``ServedModel.path``
+        alone = Path(one.model).is_dir() and folders.count(folder) == 1
+        one.name = one.name or (folder if alone else one.model)
     return made
 
 
@@ -149,13 +152,15 @@ def _text_of_pipe(path: str) -> str:
 
 _MODEL = {
     "--model NAME=FOLDER": takes(
-        "an additional model, selected in requests by its name (default: the folder); or an object with its options, "
-        'which override the common ones: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
+        "an additional model, selected in requests by its name (default: that of the folder); or an object with its "
+        'options, which override the common ones: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
         [],
         action="append",
         dest="models",
     ),
-    "--name --served-model-name": takes("model name in responses (default: as given)"),
+    "--name --served-model-name": takes(
+        "model name in requests and responses (default: that of the folder, or as given)"
+    ),
     "--dtype": takes("dtype of the weights, or int8; auto: the folder's (default: %(default)s)", "bf16"),
     "--quantization -q": takes("how weights are stored, such as gptq (default: as in the folder's config)"),
     "--tp-size --tensor-parallel-size -tp": takes(
@@ -280,7 +285,9 @@ _OF_ONE = _destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS) - {"tp_si
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="ds serve",
+        usage="ds serve [options] model",
         description="Serve Transformers models over HTTP, for clients of OpenAI's API.",
+        epilog="example: ds serve ./my-model --port 8000 --max-length 4096",
     )
     made.add_argument(
         "model", nargs="?", help="folder written by save_pretrained, or a model name on the hub"

@@ -31,6 +31,11 @@ class AccumulationClock:
         self._forced = bool(is_boundary)
 
     @property
+    def forced(self) -> bool:
+        """Return whether the caller decides which micro-batch is a boundary."""
+        return self._forced is not None
+
+    @property
     def at_boundary(self) -> bool:
         if not self.managed:
             return self.stepping

@@ -114,6 +114,7 @@ def config_of(recipe: str, ranks: int) -> dict:
     page = (PAGES / f"{recipe}.md").read_text(encoding="utf-8")
     blocks = re.findall(r'```json title="ds_config.json"\n(.*?)```', page, flags=re.S)
     config = json.loads(blocks[0])
+    config.pop("train_batch_size", None)
     config["train_micro_batch_size_per_gpu"] = 1
     config["gradient_accumulation_steps"] = min(2, config.get("gradient_accumulation_steps", 1))
     config["optimizer"]["params"]["lr"] = 1e-2

@@ -93,6 +93,22 @@ def test_nothing_to_load(tmp_path):
         assert engine.load_checkpoint(tmp_path) == (None, None)
     assert len(log.said) == (1 if engine.global_rank == 0 else 0)
     assert all("'latest'" in line for line in log.said)
+    with Lines() as log:
+        assert engine.load_checkpoint(tmp_path / "mistaken") == (None, None)
+    assert all(f"folder {tmp_path / 'mistaken'} does not exist" in line for line in log.said)
+    assert len(log.said) == (1 if engine.global_rank == 0 else 0)
+
+
+@distributed(world_size=2)
+def test_another_global_batch_is_said(tmp_path):
+    trained_engine(tmp_path)
+    for changed, warned in (({}, False), ({"gradient_accumulation_steps": 3}, True)):
+        engine = make_engine({**config(1), **changed})
+        with Lines() as log:
+            engine.load_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path, load_module_only=True)
+        found = [line for line in log.said if "samples per update, and goes on with" in line]
+        assert len(found) == (warned and engine.global_rank == 0), log.said
 
 
 @distributed(world_size=2)
@@ -206,8 +222,11 @@ def test_another_shape_is_named(tmp_path, stage):
     trained_engine(tmp_path, stage)
     other = make_engine(config(stage), model=Other())
     for options in ({}, {"load_module_only": True}, {"load_module_strict": False}):
-        with pytest.raises(CheckpointError, match=r"(l1|norm|l2)\.(weight|bias).*shape"):
+        with pytest.raises(CheckpointError, match=r"(l1|norm|l2)\.(weight|bias): shape") as error:
             other.load_checkpoint(tmp_path, **options)
+        text = str(error.value)
+        assert text.count("in the model") > 1 and "/norm." not in text
+        assert all(text.count(name) <= 1 for name in ("l1.weight", "norm.bias", "l2.weight")), text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -78,6 +78,21 @@ def test_one_file_is_enough(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(("name", "key"), [("w.pt", None), ("w.pth", "model"), ("w.pt", "state_dict")])
+@distributed(world_size=2)
+def test_a_state_dict_of_torch_save(tmp_path: Path, name: str, key: str | None) -> None:
+    weights = trained()
+    if dist.get_rank() == 0:
+        torch.save(weights if key is None else {key: weights, "epoch": 3}, tmp_path / name)
+    dist.barrier()
+    engine = start(config(1))
+    engine.load_checkpoint(tmp_path / name)
+    model = Block()
+    model.load_state_dict(weights)
+    assert_weights(engine, model, rtol=0, atol=0)
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     engine = start(config(1))

@@ -104,7 +104,7 @@ def test_answers_that_were_begun_are_finished_after_sigterm(tmp_path: Path) -> N
         # Accepts requests as soon as it says so, on one line.
         line = server.stdout.readline()
         for words in (
-            f"ready at http://127.0.0.1:{port}: model {tmp_path}, weights ",
+            f"ready at http://127.0.0.1:{port}: model {tmp_path.name}, weights ",
             "/v1/chat/completions",
         ):
             assert words in line

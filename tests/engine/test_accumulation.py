@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.base.logging import logger
 from deepspeed.zero.accumulation import AccumulationClock
 from tests.pool import distributed
 
@@ -131,6 +133,36 @@ def test_an_engine_in_the_middle_of_an_update() -> None:
     assert run(engine, range(17), {5: 6, 8: 10, 11: 4, 16: 2}) == [4, 3, 5, 2, 2, 1]
     with pytest.raises(ValueError, match="not a multiple"):
         engine.set_train_batch_size(0)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("way", "warnings"),
+    [("once per batch", 1), ("each", 0), ("forced", 0), ("several losses", 0), ("no_sync", 0), ("plain", 1)],
+)
+@distributed(world_size=1)
+def test_steps_once_per_batch_are_warned_of(way: str, warnings: int) -> None:
+    engine, said = start(1), []
+    logger.addFilter(keep := lambda record: said.append(record.getMessage()) or True)
+    try:
+        for micro_step in range(1, 17):
+            if way == "forced":
+                engine.set_gradient_accumulation_boundary(micro_step % 4 == 0)
+            with engine.no_sync() if way == "no_sync" and micro_step % 4 else contextlib.nullcontext():
+                loss = engine(torch.ones(2, 3)).square().mean()
+                loss.backward() if way == "plain" else engine.backward(loss, retain_graph=True)
+            if way == "several losses":
+                for _ in range(3):
+                    engine.backward(loss, retain_graph=True)
+            if way in ("each", "several losses") or micro_step % 4 == 0:
+                engine.step()
+    finally:
+        logger.removeFilter(keep)
+    assert (
+        len([text for text in said if "engine.step() was called once for 4 micro-batches" in text])
+        == warnings
+    )
+    assert engine.global_steps == (4 if way in ("each", "forced", "several losses") else 1)
     engine.destroy()
 
 

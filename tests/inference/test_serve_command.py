@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deepspeed.inference.pretrained import Pretrained
 from deepspeed.inference.serving.formats import REASONING_FORMATS, TOOL_FORMATS
+from deepspeed.inference.serving.models import ModelError, Models
 from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.tools import ds, serve_options
 from deepspeed.tools import serve as command
@@ -71,6 +74,48 @@ def test_flags_by_their_names_in_vllm() -> None:
     assert parse(["model", *ours]) == parse(["model", *theirs])
     assert parse(["model"]).scheduling_policy == "fcfs"
     assert parse(["model", "--scheduling-policy", "priority"]).scheduling_policy == "priority"
+
+
+def test_a_model_has_the_name_of_its_folder_and_answers_to_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("mine", "a/same", "b/same"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    parse = serve_options.parser().parse_args
+    assert parse(["./mine"]).name == parse([str(tmp_path / "mine")]).name == "mine"
+    assert parse(["./mine", "--name", "n"]).name == "n" and parse(["org/none"]).name == "org/none"
+    assert [one.name for one in parse(["a/same", "--model", "b/same"]).each] == ["a/same", "b/same"]
+    served = SimpleNamespace(name="mine", path="./mine", service=SimpleNamespace())
+    models = Models([served])  # type: ignore[list-item]
+    assert models.find("mine") == models.find("./mine") == models.find("") == (served, None)
+    with pytest.raises(ModelError, match="no model 'other'; available: 'mine'"):
+        models.find("other")
+
+
+def test_all_missing_packages_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name != "transformers" else 1)
+    assert ds.main(["serve", "model"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "missing: fastapi, uvicorn (extras serve): pip install " in error
+        and "uvicorn" in error.split("pip")[1]
+    )
+
+
+def test_the_usage_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_options.parser().parse_args([])
+    assert capsys.readouterr().err.startswith("usage: ds serve [options] model\n")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"no tokenizer in {tmp_path}"):
+        Pretrained(str(tmp_path)).load_tokenizer()
 
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

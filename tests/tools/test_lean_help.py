@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.config import optimizers as torch_classes
+from deepspeed.tools import doctor, parsers, serve_options
 from deepspeed.tools.ds import TOOLS
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 
@@ -144,3 +146,16 @@ def test_deepspeed_alone_prints_its_usage(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().err
     assert exit_.value.code == USAGE_ERROR
     assert "usage: deepspeed [options] script" in said and "--num_gpus" in said and "required" not in said
+
+
+@pytest.mark.parametrize("made", [parsers.elastic, doctor.parser, serve_options.parser])
+def test_help_has_an_example_that_parses(made: Any) -> None:
+    example = (made().epilog or "").partition("example: ")[2]
+    assert example.startswith(made().prog)
+    made().parse_args(example.removeprefix(made().prog).split())
+
+
+def test_help_shows_nothing_internal() -> None:
+    assert "--report" not in doctor.parser().format_help()
+    text = parsers.io().format_help()
+    assert "default: None" not in text and "default: False" not in text and "(default: 1M)" in text

@@ -1,6 +1,6 @@
 """Plain weights: ``.safetensors`` or ``.bin`` files as written by Transformers' ``save_pretrained`` and by
-``save_16bit_model``, in one file or in shards with an index; or a weights-only universal checkpoint, as written by
-``hf_to_universal``."""
+``save_16bit_model``, in one file or in shards with an index; a ``.pt`` or ``.pth`` file of ``torch.save``; or a
+weights-only universal checkpoint, as written by ``hf_to_universal``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 INDEX_SUFFIX = ".index.json"
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+NESTED = ("module", "model", "state_dict")
+"""Keys under which a file that has more than weights holds these."""
 
 
 def find_plain(path: Path) -> Path | None:
     """Return ``path`` if it is a file of plain weights, else what the folder ``path`` has: such a file, an index of
     several, or the parameter folder of a weights-only universal checkpoint; None if nothing."""
     if path.is_file():
-        return path if path.suffix in (".safetensors", ".bin") or path.name.endswith(INDEX_SUFFIX) else None
+        return path if path.suffix in SUFFIXES or path.name.endswith(INDEX_SUFFIX) else None
     known = (SAFETENSORS_NAME, BIN_NAME)
     candidates = [name + suffix for name in known for suffix in ("", INDEX_SUFFIX)]
     found = next((path / name for name in candidates if (path / name).is_file()), None)
@@ -117,7 +120,7 @@ def _add(catalog: Catalog, value: Tensor, source: SavedFragment) -> None:
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file. Of a file that has
-    more than weights, those under its key "module" or "model"."""
+    more than weights, those under a key of ``NESTED``."""
     for name, value, _ in _stored(path):
         yield name, value
 
@@ -132,7 +135,7 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor, Archive]]:
         return
     for file in _files(path):
         archive = _open(file)
-        nested = (archive.content.get(key) for key in ("module", "model"))
+        nested = (archive.content.get(key) for key in NESTED)
         content = next((each for each in nested if isinstance(each, dict)), archive.content)
         for name, value in content.items():
             if isinstance(value, Tensor):

@@ -31,17 +31,18 @@ class ModelError(RequestError):
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel:
-    """``name``: in requests and answers. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an
-    answer if the client does not say. ``formats``: of calls and reasoning; ``trust_templates``: a request may bring
-    its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for
-    an empty one, none for None. ``no_text``: why it generates none; empty: it does. ``encode_pair``: (left, right, most
-    tokens) -> the prompt of a pair of texts, for a cross-encoder; None: it is none. ``load_adapter``: makes an adapter
-    of a folder; None: there are none."""
+    """``name``: in requests and answers; ``path``: of its folder, a name in requests, too. ``max_length``: tokens of a
+    prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``formats``: of calls and
+    reasoning; ``trust_templates``: a request may bring its own template. ``pooling``: of embeddings; ``dimensions``:
+    to which they may be cut: those of the list, any for an empty one, none for None. ``no_text``: why it generates
+    none; empty: it does. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair of texts, for a
+    cross-encoder; None: it is none. ``load_adapter``: makes an adapter of a folder; None: there are none."""
 
     name: str
     service: Service
     tokenizer: HuggingFaceTokenizer
     max_length: int
+    path: str = ""
     stop_token_ids: tuple[int, ...] = ()
     default_tokens: int = 1024
     formats: Formats = Formats()
@@ -75,6 +76,7 @@ class Models:
         if len(self._models) < len(models) or "" in self._models:
             names = [model.name for model in models]
             raise ValueError(f"the models of a server need different names: {', '.join(map(repr, names))}")
+        self._by_path = {model.path: model for model in reversed(models)}
         self.default = models[0]
         self.services = Services({model.name: model.service for model in models})
         self._began = int(time.time())
@@ -124,7 +126,7 @@ class Models:
         return self._base(name), None
 
     def _base(self, name: str) -> ServedModel:
-        found = self._models.get(name) if name else self.default
+        found = self._models.get(name) or self._by_path.get(name) if name else self.default
         if found is None:
             there = ", ".join(map(repr, [*self._models, *list(self._adapters)][:_MAX_TOLD]))
             raise ModelError(f"there is no model {name!r}; available: {there}")

@@ -144,7 +144,7 @@ def _in_one_line(message: str) -> str:
     if first.endswith(":") and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         first = f"{first} {others[0].strip()}{more}"
-    return first[:MESSAGE_LENGTH]
+    return first if len(first) <= MESSAGE_LENGTH else f"{first[:MESSAGE_LENGTH].rsplit(' ', 1)[0]} ..."
 
 
 def report_lines(failures: Sequence[Failure], script: str) -> list[str]:

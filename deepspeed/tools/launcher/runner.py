@@ -148,7 +148,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     options = {
         **PASSED_ON,
         "--save_pid": "write the launcher's process id to /tmp/PID.ds",
-        "user_script": "script to run in every rank",
+        "user_script": takes("script to run in every rank", metavar="script"),
         "user_args": takes("arguments of the script", nargs=argparse.REMAINDER),
     }
     add_options(parser, options)

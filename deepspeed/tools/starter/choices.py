@@ -32,15 +32,18 @@ class Decision:
 
     answer: PlanAnswer
     reasons: list[str] = field(default_factory=list)
+    plain_loop: bool = True
 
     @property
     def config(self) -> dict[str, Any]:
         """The config to write."""
         request, micro = self.answer.request, self.answer.config.train_micro_batch_size_per_gpu
-        steps = self.answer.config.gradient_accumulation_steps
+        batch, steps = self.answer.config.train_batch_size, self.answer.config.gradient_accumulation_steps
+        # The global batch, so that a run on another number of ranks keeps it; trainers want the accumulation.
+        told = {"train_batch_size": batch} if self.plain_loop else {"gradient_accumulation_steps": steps}
         return {
+            **told,
             "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
             **{
                 key: value
                 for key, value in request.config.items()
@@ -65,6 +68,7 @@ def decide(args: argparse.Namespace) -> Decision:
     if args.goal == "lora":
         add_adapters(request.module)
     decision = _smallest_that_fits(request)
+    decision.plain_loop = args.client == "torch"
     _enlarge(decision, batch // ranks)
     if args.link_mbits is not None and args.nodes > 1:
         best = link_times(decision.answer, 1.0, args.link_mbits * 1e6 / 8).recommended
@@ -78,13 +82,18 @@ def decide(args: argparse.Namespace) -> Decision:
 
 def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
     """Return the base request to `ds plan`, from which all candidates are derived."""
+    rate, pretrains = LEARNING_RATES[args.goal], args.goal == "pretrain"
+    adamw = {"lr": rate, "weight_decay": 0.1 if pretrains else 0.0}
     config: dict[str, Any] = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATES[args.goal], "weight_decay": 0.0}},
+        "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": {"stage": 0 if args.gpus * args.nodes == 1 else 1},
     }
+    if pretrains and args.client == "torch":  # trainers have schedules of their own
+        warmup = {"warmup_max_lr": rate, "warmup_num_steps": 50, "warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
     given = ["", "--model", args.model]
     for option in ("gpus", "nodes", "sequence"):
         given += [f"--{option}", str(getattr(args, option))]
@@ -165,7 +174,7 @@ def _enlarge(decision: Decision, per_rank: int) -> None:
             decision.reasons.append(f"A micro-batch of {2 * micro} would not fit.")
             break
         micro, decision.answer = 2 * micro, found
+    more = "more would use the device better, " if micro < per_rank else ""
     decision.reasons.append(
-        f"A rank processes {micro} of its {per_rank} samples per step at a time: more would use the device "
-        "better, fewer would need less memory."
+        f"A rank processes {micro} of its {per_rank} samples per step at a time: {more}fewer would need less memory."
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.tool_arguments import exit_quietly
@@ -28,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         written, reasons = files.serving_files(args)
     else:
         decision = choices.decide(args)
+        if files.own_module(args) is not None:
+            _check_forward(args, decision.answer.request.module)
         written, reasons = files.files(args, decision), decision.reasons
     _write(args.folder, written, args.force)
     print(*reasons, sep="\n")
@@ -45,6 +50,20 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.goal == "lora" and ":" in args.model and not Path(args.model).exists():
         raise RefusedInit(f"--goal lora needs a Hugging Face folder or name, not --model {args.model}")
+    if files.own_module(args) == "task":
+        raise RefusedInit(f"--model {args.model}: a task.py is written, too: rename your module")
+
+
+def _check_forward(args: argparse.Namespace, module: nn.Module) -> None:
+    """Refuse a user's module that the written loop could not call."""
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(input_ids=None, labels=None)
+    except TypeError:
+        raise RefusedInit(
+            f'--model {args.model}: the loop calls model(input_ids=..., labels=...) and reads ["loss"] of the result, '
+            f"but {type(module).__name__}.forward takes {signature}: wrap it, as docs/choosing.md shows"
+        ) from None
 
 
 def _write(folder: Path, texts: Mapping[str, str], force: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning import report
@@ -76,7 +77,19 @@ def launch_command(args: argparse.Namespace) -> str:
         )
         return f"ds serve {model}" if args.gpus == 1 else many
     hosts = f"--hostfile hostfile --num_nodes {args.nodes} " if args.nodes > 1 else ""
-    return f"deepspeed {hosts}--num_gpus {args.gpus} train.py"
+    return f"deepspeed {hosts}--num_gpus {args.gpus} {script_name(args)}"
+
+
+def script_name(args: argparse.Namespace) -> str:
+    return "run.py" if own_module(args) == "train" else "train.py"  # never hides the user's module
+
+
+def own_module(args: argparse.Namespace) -> str | None:
+    """Return the top-level module of a model given as module:function, else None."""
+    if is_shape(args.model) or Path(args.model).exists():
+        return None
+    found = re.fullmatch(r"(\w+)(\.\w+)*:[\w.]+", args.model)
+    return found[1] if found else None
 
 
 def files(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
@@ -84,12 +97,13 @@ def files(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
     config = decision.config
     values = {
         "LAUNCH": launch_command(args),
+        "SCRIPT": script_name(args),
         **_task_values(args, decision),
     }
     written = {
         "ds_config.json": json.dumps(config, indent=2) + "\n",
         "task.py": _filled("task", values),
-        "train.py": _filled(f"train_{args.client}", values),
+        script_name(args): _filled(f"train_{args.client}", values),
         "CHOICES.md": choices_page(args, decision),
     }
     if is_shape(args.model):
@@ -113,13 +127,17 @@ def _path(model: str) -> str:
 def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
     """Return the placeholder values of task.py: its imports, and the code that builds the model."""
     request = decision.answer.request
-    vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", 256))
+    rows = [each.num_embeddings for each in request.module.modules() if isinstance(each, nn.Embedding)]
+    vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", rows[0] if rows else 256))
     own = "\nimport deepspeed\n"
     if is_shape(args.model):
         imports, made, again = ["from model import GPT"], _gpt(request.module.config), SET_CHECKPOINTING
-    elif re.fullmatch(r"[\w.]+:[\w.]+", args.model) and not Path(args.model).exists():
+    elif own_module(args) is not None:
         module, _, function = args.model.partition(":")
-        imports, made, again = [f"from {module} import {function.partition('.')[0]}"], f"{function}()", ""
+        imports, made, again = [], f"{function}()", ""
+        here = json.dumps(str(Path.cwd()))
+        own += f"\nsys.path.insert(0, {here})  # where the model's module lies\n"
+        own += f"from {module} import {function.partition('.')[0]}  # noqa: E402\n"
     else:
         own, again = "", ""
         imports, made = _hugging_face(args, "bf16" in decision.config)
@@ -127,6 +145,7 @@ def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]
     for name, value in (("MAKE", made), ("AGAIN", again), ("VOCABULARY", vocabulary)):
         build = build.replace(f"@{name}@", value)
     return {
+        "SYS": "import sys\n" if "sys.path" in own else "",
         "IMPORTS": "\n".join(sorted([*imports, "from torch.utils.data import Dataset"])) + "\n" + own,
         "BUILD": build.rstrip(),
         "MODEL": json.dumps(_path(args.model)),
@@ -176,7 +195,7 @@ def choices_page(args: argparse.Namespace, decision: Decision) -> str:
         "- The learning rate is a common default for this goal; sweep it.",
         "",
         f"Start it here with `{launch_command(args)}`. Without `--data text.txt` it trains on random tokens, which",
-        "shows speed and memory only. Data and model are in `task.py`, the loop is in `train.py`.",
+        f"shows speed and memory only. Data and model are in `task.py`, the loop is in `{script_name(args)}`.",
         "",
         f"Planned memory (`{again} --sequence {args.sequence}` repeats it for this machine):",
         "",

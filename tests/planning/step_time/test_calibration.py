@@ -26,6 +26,7 @@ from deepspeed.planning.step_time.calibration import (
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call
+from deepspeed.tools import calibrate as made_by
 from deepspeed.tools.calibrate import CalibrationRequest, calibrate
 
 MODEL, TOKENS = "gpt:3x64x2x256", 64
@@ -184,6 +185,24 @@ def test_another_model_takes_as_long_as_its_operations() -> None:
 def test_a_calibration_needs_a_batch() -> None:
     with pytest.raises(CalibrationError, match="give --batch module:function"):
         calibrate(CalibrationRequest(model="train:build", config={}))
+
+
+def test_progress_and_a_busy_machine_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    (tmp_path / "progress").write_text("  stage 0: 1.0 ms per step\n  stage 1: 2.0 ms per step\n")
+    assert made_by._first_failure([], tmp_path / "progress", told.append) is None
+    assert told == ["  stage 0: 1.0 ms per step", "  stage 1: 2.0 ms per step"]
+    step = {"step": 1.0, "forward": 0.3, "backward": 0.5, "update": 0.2}
+    for spread, warned in ((0.1, False), (2.7, True)):
+        told.clear()
+        found = {
+            "steps": {"1/0": {**step, "spread": spread}},
+            "lines": {"all_gather": {"start": 0.0, "byte": 0.0}},
+            "shares": ([1.0], [1.0]),
+        }
+        monkeypatch.setattr(made_by, "_run", lambda *_, found=found: found)
+        calibrate(CalibrationRequest(model=MODEL, config=config(0)), tell=told.append)
+        assert any("vary by up to 270%: the machine is busy" in line for line in told) is warned
 
 
 def broken_batch() -> dict[str, torch.Tensor]:

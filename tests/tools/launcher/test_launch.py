@@ -444,3 +444,10 @@ def test_spawned_children_find_main(folder):
     )
     result = deepspeed("--num_gpus", 1, "spawn.py", cwd=folder)
     assert result.stdout.strip() == "[2, 4]", result.stderr
+
+
+def test_a_long_message_is_cut_between_words() -> None:
+    words = "word " * 200
+    cut = failures_of._in_one_line(words)
+    assert len(cut) <= failures_of.MESSAGE_LENGTH + 4 and cut.endswith(" word ...")
+    assert failures_of._in_one_line("ValueError: short") == "ValueError: short"

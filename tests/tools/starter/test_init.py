@@ -47,6 +47,62 @@ def test_what_it_writes_trains_and_resumes(tmp_path: Path, capsys: pytest.Captur
         )
 
 
+def test_a_module_next_to_it_trains_by_the_printed_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of docs/choosing.md, in the file that the tutorial calls train.py."""
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    example = page.split('```python title="mine.py"\n')[1].split("```")[0].replace("256", "48")
+    (tmp_path / "train.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    given = ["--model", "train:build", *TINY[2:], "--gpus", "2", "--batch", "8"]
+    try:
+        assert main([".", *given]) == 0
+        (tmp_path / "run.py").unlink()
+        assert main(["cfg", *given]) == 0
+    finally:
+        sys.modules.pop("train", None)
+    assert (tmp_path / "train.py").read_text() == example
+    assert not (tmp_path / "cfg" / "train.py").exists()
+    command = capsys.readouterr().out.splitlines()[-1].strip()
+    assert command == "cd cfg && deepspeed --num_gpus 2 run.py"
+    program = f"{sys.executable} -m deepspeed.tools.launcher.runner"
+    done = subprocess.run(
+        ["sh", "-c", command.replace("deepspeed", program) + " --steps 2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DEEPSPEED_PROGRESS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2: loss" in done.stdout
+
+
+def test_a_module_that_its_loop_could_not_call_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from torch import nn\n\ndef build():\n    return nn.Linear(2, 2)\n"
+    for name in ("linear_of_mine", "task"):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["cfg", "--model", "linear_of_mine:build", *TINY[2:]]) == 2
+    assert "but Linear.forward takes (input" in capsys.readouterr().err
+    assert main(["cfg", "--model", "task:build", *TINY[2:]]) == 2
+    assert "a task.py is written, too: rename your module" in capsys.readouterr().err
+    assert not (tmp_path / "cfg").exists()
+
+
+def test_the_batch_is_that_of_all_ranks_and_nothing_is_advised_that_cannot_be(tmp_path: Path) -> None:
+    assert main([str(tmp_path), *TINY, "--gpus", "2", "--batch", "8"]) == 0
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    assert config["train_batch_size"] == 8 and "gradient_accumulation_steps" not in config
+    assert config["optimizer"]["params"]["weight_decay"] == 0.1
+    assert config["scheduler"]["params"]["warmup_max_lr"] == config["optimizer"]["params"]["lr"]
+    chosen = (tmp_path / "CHOICES.md").read_text()
+    assert "processes 4 of its 4 samples" in chosen and "more would use" not in chosen
+
+
 @pytest.mark.parametrize("client", arguments.CLIENTS)
 def test_scripts_pass_the_linter(tmp_path: Path, client: str) -> None:
     device = ["--device", "cuda", "--device-memory", "8G"]
