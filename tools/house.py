@@ -73,7 +73,7 @@ def counts() -> list[tuple[str, int, int, bool]]:
     return [
         ("rooms", len(rooms), 17, True),
         ("largest room, % of the code", round(100 * max(lines[name] for name in rooms) / total), 20, False),
-        ("lines of code", total, 97_800, False),
+        ("lines of code", total, 95_300, False),
         ("of them in `compat`", lines["compat"], 5_000, False),
         ("lines of `engine/engine.py`", engine, 400, False),
         ("class names used more than once", sum(count > 1 for count in classes.values()), 13, False),

@@ -259,6 +259,18 @@ class PipelineModule(LayerPartition, nn.Module):
         modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """Flags of the runs of ``activation_checkpoint_interval`` layers of this stage: whether each is recomputed."""
+        interval, results = self.activation_checkpoint_interval, []
+        for begin, end in zip(self._ends[:-1], self._ends[1:], strict=True) if interval else ():
+            runs = (self.forward_funcs[at : min(at + interval, end)] for at in range(begin, end, interval))
+            results += map(self._is_checkpointable, runs)
+        return results
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Do nothing: ``is_checkpointable_results`` follows the interval. Public tests call it."""
+
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
             raise ValueError(f"activation_checkpoint_interval={interval}: must be at least 0 (off)")

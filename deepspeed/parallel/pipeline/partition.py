@@ -51,6 +51,7 @@ class LayerPartition(Staged):
                 f"_set_bounds({start}, {stop}) contradicts the bounds {expected} of stage {self.stage_id} "
                 "in self.parts: set self.parts for all stages first"
             )
+        self._local_start, self._local_stop = start, stop  # subclasses read them
 
     def _count_layer_params(self) -> list[int]:
         """Return the trained elements of every layer, which method "parameters" balances."""

@@ -82,3 +82,14 @@ def test_a_batch_of_too_few_micro_batches_is_refused() -> None:
     model = make([nn.Linear(WIDTH, WIDTH) for _ in range(4)], 2)
     with pytest.raises(ValueError, match="needs at least 4 micro-batches, not 3"):
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(3))
+
+
+def test_what_a_stage_recomputes() -> None:
+    layers = [nn.ReLU() for _ in range(4)] + [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    module = PipelineModule(layers, num_stages=1, activation_checkpoint_interval=4)
+    assert module.is_checkpointable_results == [False, True]
+    module._precompute_checkpointable_values()  # public tests call it
+    module.set_checkpoint_interval(3)  # ReLU x 3; ReLU, Linear x 2; Linear x 2
+    assert module.is_checkpointable_results == [False, True, True]
+    module.set_checkpoint_interval(0)
+    assert module.is_checkpointable_results == []
