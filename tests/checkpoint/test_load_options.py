@@ -222,10 +222,10 @@ def test_another_shape_is_named(tmp_path, stage):
     trained_engine(tmp_path, stage)
     other = make_engine(config(stage), model=Other())
     for options in ({}, {"load_module_only": True}, {"load_module_strict": False}):
-        with pytest.raises(CheckpointError, match=r"(l1|norm|l2)\.(weight|bias): shape") as error:
+        with pytest.raises(CheckpointError, match=r"(l1|norm|l2)\.(weight|bias): .*shape") as error:
             other.load_checkpoint(tmp_path, **options)
         text = str(error.value)
-        assert text.count("in the model") > 1 and "/norm." not in text
+        assert text.count(" shape ") > (stage == 0)  # sharded: those of this rank's shard
         assert all(text.count(name) <= 1 for name in ("l1.weight", "norm.bias", "l2.weight")), text
 
 
