@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.data.loader import RepeatingLoader
-from deepspeed.parallel.pipeline import DualPipeVModule
+from deepspeed.parallel.pipeline import DualPipeVModule, PipelineModule
 from tests.pool import distributed
 
 WIDTH, RATE = 6, 0.1
