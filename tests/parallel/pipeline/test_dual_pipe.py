@@ -84,6 +84,7 @@ def test_a_batch_of_too_few_micro_batches_is_refused() -> None:
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(3))
 
 
+@distributed(world_size=1)
 def test_what_a_stage_recomputes() -> None:
     layers = [nn.ReLU() for _ in range(4)] + [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     module = PipelineModule(layers, num_stages=1, activation_checkpoint_interval=4)
