@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ class StepExecutor:
     replica_groups: ReplicaGroups
     names: list[str]
     pending_params: PendingParams
-    before_step: Sequence[Callable[[], None]] = ()
+    before_step: list[Callable[[], None]] = field(default_factory=list)
     by_rows: Collection[nn.Parameter] = ()
 
     def __post_init__(self) -> None:

@@ -75,6 +75,7 @@ class SwapFile:
         self.folder = folder
         self.key = key
         self.size = 0  # bytes allocated to tensors
+        self.bytes_read = 0
         self._grown = 0
         self._mapping: Callable[[], mmap.mmap | None] = lambda: None  # the latest one, while a tensor uses it
         self._mapped_from = 0
@@ -222,6 +223,8 @@ class SwapFile:
             ticket = self._engine.start(write, buffer.data_ptr(), nbytes, self._path, offset)
         except AioFailure as failure:
             raise self._failed(failure, write) from None
+        if not write:
+            self.bytes_read += nbytes
         return SwapTransfer(ticket, buffer, write, offset)
 
     def finish(self, transfer: SwapTransfer) -> None:
