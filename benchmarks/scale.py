@@ -226,12 +226,14 @@ def loaded(engine: Any, folder: Path) -> dict[str, Any]:
 
     opened: dict[str, Any] = {}
 
+    open_archive = archive_reader.open_archive
+
     def opening(path: Path) -> Any:
-        opened[path.name] = archive_reader.open_archive(path)
+        opened[path.name] = open_archive(path)
         return opened[path.name]
 
     with ExitStack() as stack:
-        for reader in ("reader", "catalog_reader"):
+        for reader in ("reader", "files.archive_reader"):
             stack.enter_context(mock.patch(f"deepspeed.checkpoint.{reader}.open_archive", opening))
         sent = stack.enter_context(messages())
         begin = time.perf_counter()

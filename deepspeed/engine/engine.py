@@ -374,7 +374,8 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
         self._network.phase = "step"
         self.events.emit("before_step")
         self.facts.applied = False
-        self.clock.stepping, updates = True, self.clock.at_boundary
+        self.clock.stepping = True
+        updates = self.clock.at_boundary
         try:
             if updates:
                 self._take_model_step(core, lr_kwargs or {})

@@ -300,10 +300,12 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
             "same tag and folder on all ranks"
         )
     if own is None and ranks.rank == 0:
-        lacks = f"{load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load one that was "
-        lacks += "saved with save_latest=False"
-        there = load_dir.exists()
-        logger.warning(f"nothing was loaded: {lacks if there else f'folder {load_dir} does not exist'}")
+        lacks = (
+            f"nothing was loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to "
+            "load one that was saved with save_latest=False"
+        )
+        missing = f"nothing was loaded: folder {load_dir} does not exist"
+        logger.warning(lacks if load_dir.exists() else missing)
     return own
 
 

@@ -146,7 +146,7 @@ def problem_of(args: argparse.Namespace) -> str | None:
                 return problem
         except (OSError, ValueError) as problem:
             return str(problem)
-    missing = [each for each in PACKAGES.items() if find_spec(each[0]) is None]
+    missing = [each for each in PACKAGES.items() if each[0] not in sys.modules and find_spec(each[0]) is None]
     hints = [install_hint(package, extra=extra).removeprefix("pip install ") for package, extra in missing]
     extras = ",".join(dict.fromkeys(extra for _, extra in missing))
     names = ", ".join(package for package, _ in missing)

@@ -269,7 +269,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ("optimizer.type", {**ONE_BIT, "zero_optimization": {"stage": 3}}),
         ("optimizer.type", {**ONE_BIT, "zero_optimization": {"stage": 1}}),
     ),
-    "optim/elementwise.py:check_partitioning": ("optimizer", "optimizer"),
+    "optim/elementwise.py:check_partitioning": ("optimizer",),
+    "optim/elementwise.py:require_elementwise": ("optimizer",),
     "zero/optimizer_registry.py:set_optimizer_flags": ("model",),
     "optim/mu_parametrization.py:_grouped_by_width": ("machine", "model"),
     "zero/optimizer_registry.py:build_optimizer": (
@@ -317,7 +318,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "parallel/sequence/transform.py:_balance": ("model",),
     "parallel/sequence/transform.py:_drop_full_mask": ("data",),
     "zero/update_context.py:SegmentSums._check_copies": ("ranks",),
-    "engine/optimizer.py:_check_parts": ("optimizer", "optimizer"),
+    "engine/optimizer.py:_check_parts": ("optimizer",),
     "zero/gathering/init_context.py:_swap_file": ("call",),
     "zero/gathering/init_context.py:read_config": ("call",),
     "zero/mics.py:MiCS_Init.__init__": ("call",),

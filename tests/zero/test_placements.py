@@ -17,7 +17,6 @@ import deepspeed
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.files import archive_reader
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.transforms.distributed_tensors import placement_of_dtensor
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
@@ -218,19 +217,6 @@ def test_lamb_takes_norms_of_whole_tensors(stage: int) -> None:
         expected.append(loss.item())
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     parts.destroy(), whole.destroy()
-
-
-@distributed(world_size=2)
-def test_muon_refuses_split_matrices() -> None:
-    unit = Unit()
-    model = Block(unit)
-    for name, param in model.named_parameters():
-        param.use_muon = name in ("up", "down")
-    with pytest.raises(
-        DeepSpeedConfigError, match="2 of them are split over tensor-parallel ranks, such as up"
-    ):
-        settings = config(1, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
-        deepspeed.initialize(model=model, config=settings, mpu=unit)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
