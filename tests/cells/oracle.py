@@ -73,7 +73,7 @@ TINY = 1e-4
 """Of a tensor's mean variance."""
 OTHER_NOISE = 2**-9
 """Half of what the last digit of a weight stands for."""
-NOISED = 4
+NOISED = 12
 """Runs of the oracle with other roundings, for a cell that is not within its limits."""
 
 
