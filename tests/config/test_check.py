@@ -114,6 +114,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"graident_clipping ({bad}:3:2)" in out and "'gradient_clipping'" in out and "\x1b" not in out
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({}, "1 (default)"), ({"gradient_clipping": 1.0}, "1"), ({"gradient_clipping": 0}, "none")],
+)
+def test_clipping_that_nobody_asked_for_is_marked(
+    given: dict[str, float], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, **given}))
+    main([str(path)])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  clipping"))
+    assert line.split(maxsplit=1)[1].removeprefix("global norm ") == told
+
+
 def test_command_help_and_bad_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

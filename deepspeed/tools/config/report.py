@@ -103,7 +103,8 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
     stage = int(config.zero_optimization.stage)
     yield "ZeRO", f"stage {stage}: {STAGES[stage]}"
     yield "precision", precision(config)
-    yield "clipping", f"global norm {config.gradient_clipping:g}" if config.gradient_clipping else "none"
+    default = "" if "gradient_clipping" in config.model_fields_set else " (default)"
+    yield "clipping", f"global norm {config.gradient_clipping:g}{default}" if config.gradient_clipping else "none"
     yield "optimizer", _named(config.optimizer)
     yield "schedule", _named(config.scheduler)
     if report.filled:
