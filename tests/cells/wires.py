@@ -144,7 +144,9 @@ def imagined(cell: Cell, named: Gradients, seed: int) -> list[Wire]:
     """Wires like the cell's, with tensors in an order drawn from ``seed``: for what their codes change where the
     engine's layout is not known."""
     kind = {"qgz": "parts", "int8": "both ways", "bf16": "bf16", "qwz": "weights"}.get(cell.wire)
-    rows = cell.ranks // cell.axis("tp") // cell.axis("pp")  # ranks that share a sequence sum their gradients too
+    rows = (
+        cell.ranks // cell.axis("tp") // cell.axis("pp")
+    )  # ranks that share a sequence sum their gradients too
     if kind is None or rows == 1:
         return []
     order = random.Random(seed).sample(list(named), len(named))

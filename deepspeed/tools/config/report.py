@@ -104,7 +104,10 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
     yield "ZeRO", f"stage {stage}: {STAGES[stage]}"
     yield "precision", precision(config)
     default = "" if "gradient_clipping" in config.model_fields_set else " (default)"
-    yield "clipping", f"global norm {config.gradient_clipping:g}{default}" if config.gradient_clipping else "none"
+    yield (
+        "clipping",
+        f"global norm {config.gradient_clipping:g}{default}" if config.gradient_clipping else "none",
+    )
     yield "optimizer", _named(config.optimizer)
     yield "schedule", _named(config.scheduler)
     if report.filled:
