@@ -56,25 +56,32 @@ class Matrix:
 
 
 MatrixFunction = Callable[[Tensor], Tensor]
+PartFunction = Callable[[int, Tensor], Tensor]
+"""Of a parameter's number and this rank's part of its matrix."""
 
 
 class SplitMatrices:
-    """Applies functions of global matrices to the tensor-parallel parts of ``params``."""
+    """Makes functions of global matrices ones of the tensor-parallel parts of ``params``."""
 
     def __init__(self, params: Sequence[Tensor], replica_groups: ReplicaGroups) -> None:
         self.params = params
         self.replica_groups = replica_groups
         self.split = {number for number, param in enumerate(params) if is_split_matrix(param)}
 
-    def applied(self, function: MatrixFunction, number: int, part: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return this rank's part of ``function`` of the matrix of which ``part`` is the part of parameter ``number``.
-        Collective over the ranks of its split. Heads (``num_heads``) are whole on each rank."""
-        if number not in self.split or group.get("num_heads") is not None:
-            return function(part)
-        param = self.params[number]
-        whole = whole_tensor(part.reshape(full_shape(param)), self.replica_groups, of=param)
-        result = function(whole.view(len(whole), -1)).view(whole.shape)
-        return local_part(param, result).reshape(part.shape)
+    def of_parts(self, function: MatrixFunction, group: dict[str, Any]) -> PartFunction:
+        """Return the function that maps a part to this rank's part of ``function`` of the global matrix. It is
+        collective over the ranks of a split. Heads (``num_heads``) are whole on each rank."""
+        split = self.split if group.get("num_heads") is None else ()
+
+        def of_part(number: int, part: Tensor) -> Tensor:
+            if number not in split:
+                return function(part)
+            param = self.params[number]
+            whole = whole_tensor(part.reshape(full_shape(param)), self.replica_groups, of=param)
+            result = function(whole.view(len(whole), -1)).view(whole.shape)
+            return local_part(param, result).reshape(part.shape)
+
+        return of_part
 
 
 class WholeMatrices:
@@ -109,17 +116,17 @@ class WholeMatrices:
         mine: dict[int, Tensor] = {}
         for param, value in zip(params, values, strict=True):
             mine[fragment_of[id(param)].param_index] = value.view(-1)
+        of_part = self.splits.of_parts(function, group)
         for holders, matrices in self.matrices[index].items():
             for batch in batches(matrices, attrgetter("numel"), BATCH_NUMEL):
-                self._exchange(holders, batch, mine, group, function)
+                self._exchange(holders, batch, mine, of_part)
 
     def _exchange(
         self,
         holders: Communicator,
         batch: Sequence[Matrix],
         mine: dict[int, Tensor],
-        group: dict[str, Any],
-        function: MatrixFunction,
+        function: PartFunction,
     ) -> None:
         rank, size = holders.rank, holders.size
         held = [
@@ -138,29 +145,32 @@ class WholeMatrices:
                 slot.copy_(mine[matrix.param])
         incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
         holders.all_to_all(incoming, outgoing, received, sent).wait()
-        self._compute(due, incoming, group, function)
+        self._compute(batch, due, incoming, function)
         holders.all_to_all(outgoing, incoming, sent, received).wait()
         for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
                 mine[matrix.param].copy_(slot)
 
+    @staticmethod
     def _compute(
-        self,
+        batch: Sequence[Matrix],
         due: Sequence[Sequence[tuple[Matrix, MatrixPart]]],
         incoming: Tensor,
-        group: dict[str, Any],
-        function: MatrixFunction,
+        function: PartFunction,
     ) -> None:
         """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
-        gathered: dict[int, tuple[Matrix, list[tuple[Tensor, MatrixPart]]]] = {}
+        gathered: dict[int, list[tuple[Tensor, MatrixPart]]] = {}
         for slot, (matrix, part) in _slots(due, incoming):
-            gathered.setdefault(matrix.param, (matrix, []))[1].append((slot, part))
-        for number in sorted(gathered):  # the order of all ranks of a split
-            matrix, parts = gathered[number]
+            gathered.setdefault(matrix.param, []).append((slot, part))
+        # In the order of the layout, not of what arrives: the ranks of a split may cut batches elsewhere, and meet in
+        # each of its matrices.
+        for matrix in batch:
+            if (parts := gathered.get(matrix.param)) is None:
+                continue
             whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
             for slot, part in parts:
                 whole[part.start : part.stop] = slot
-            result = self.splits.applied(function, number, whole.view(matrix.shape), group).reshape(-1)
+            result = function(matrix.param, whole.view(matrix.shape)).reshape(-1)
             for slot, part in parts:
                 slot.copy_(result[part.start : part.stop])
 
@@ -179,11 +189,12 @@ class LocalMatrices:
         values: Sequence[Tensor],
         function: MatrixFunction,
     ) -> None:
-        number = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        numbers = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        of_part = self.splits.of_parts(function, group)
         for param, value in zip(params, values, strict=True):
-            index = number[id(param)]
-            matrix = value.view(matrix_shape(self.store.params[index]))
-            value.copy_(self.splits.applied(function, index, matrix, group).view(value.shape))
+            number = numbers[id(param)]
+            matrix = value.view(matrix_shape(self.store.params[number]))
+            value.copy_(of_part(number, matrix).view(value.shape))
 
 
 def matrix_shape(param: Tensor) -> tuple[int, ...]:

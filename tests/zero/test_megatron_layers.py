@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from deepspeed.checkpoint.placement import local_part, placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.transforms.recompute import checkpointing as activation_checkpointing
+from deepspeed.zero import whole_matrices
 from deepspeed.zero.muon.muon_optimizer import SingleDeviceMuon
 from deepspeed.zero.tensor_fragment import (
     safe_get_full_fp32_param,
@@ -302,13 +304,16 @@ def test_trains_like_whole_layers(
     engine.destroy()
 
 
+@pytest.mark.parametrize("batch_numel", [whole_matrices.BATCH_NUMEL, 50])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @distributed(world_size=(2, 4))
-def test_muon_orthogonalizes_whole_matrices(world_size: int, stage: int) -> None:
-    """Of uneven parts (5 and 4 rows or columns), also where the shards of a part have other owners elsewhere."""
+def test_muon_orthogonalizes_whole_matrices(world_size: int, stage: int, batch_numel: int) -> None:
+    """Of uneven parts (5 and 4 rows or columns), also where the shards of a part have other owners elsewhere, and where
+    the exchange of larger parts takes more batches."""
     settings = config(stage, optimizer={"type": "Muon", "params": {"lr": 0.02}}, gradient_clipping=0.0)
     engine = start(settings)
-    losses, _ = train(engine, 0, STEPS)
+    with mock.patch.object(whole_matrices, "BATCH_NUMEL", batch_numel):
+        losses, _ = train(engine, 0, STEPS)
     model, expected = Model(), []
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
