@@ -248,18 +248,19 @@ class Restorer:
         """Load masters by intersection, each rank its own shards, and frozen weights and buffers from the model
         file."""
         self._load_rest()
-        named = [(index, tensors, self._name_of(index)) for index, tensors in self._shards()]
+        # Masters are live; what else a shard has may be decoded copies, which are freed here.
+        named = [
+            (index, tensors[MASTER], name)
+            for index, tensors in self._shards()
+            if (name := self._name_of(index)) is not None
+        ]
         self._check_shapes(
             (index.name, source.index.global_shape, index.global_shape)
             for index, _, name in named
-            for source in (self.catalog.masters(name)[:1] if name is not None else [])
+            for source in self.catalog.masters(name)[:1]
         )
-        for index, tensors, name in named:
-            if name is None:
-                continue
-            self.reader.fill(
-                index, tensors[MASTER], self.catalog.masters(name), f"the weights of {index.name}"
-            )
+        for index, master, name in named:
+            self.reader.fill(index, master, self.catalog.masters(name), f"the weights of {index.name}")
         loaded = [entry for entry in self.entries if self._find(entry) is not None]
         self.report.parameters += len(loaded)
         self.report.total_parameters += len(self.entries)

@@ -94,10 +94,8 @@ class StepPerBatchWarning:
         if engine.pipeline_parallelism or engine.clock.forced or not 1 < pairs == engine.clock.steps:
             return
         text = (
-            f"engine.step() was called once for {pairs} micro-batches, an update takes {pairs * pairs}: call "
-        )
-        text += (
-            "it after every engine.backward(), with the loss undivided; it updates once per accumulated batch"
+            f"engine.step() was called once for {pairs} micro-batches, an update takes {pairs * pairs}: call it after "
+            "every engine.backward(), with the loss undivided; it updates once per accumulated batch"
         )
         log_dist(text, ranks=[0], level=logging.WARNING)
         for event, subscriber in self._watched:
