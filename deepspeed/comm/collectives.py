@@ -211,7 +211,7 @@ class Communicator:
 
     def _issue(
         self,
-        operation: str,
+        kind: str,
         sent_bytes: int,
         tensor: Tensor | None,
         issue: Callable[[], Pending],
@@ -222,19 +222,20 @@ class Communicator:
     ) -> Pending:
         """Start a collective of ``tensor``. Counts it, and records it for hang reports (with ``numel`` instead of the
         tensor's) and, if wanted, in the communication log, by the size of ``message`` (None: ``tensor``). Kept minimal,
-        as it is in the path of every collective."""
-        self.collectives[operation] += 1
+        as it is in the path of every collective. (A local named ``operation`` would mark the wait for hang reports,
+        `hangs/thread_states.py`, which is further inside.)"""
+        self.collectives[kind] += 1
         self.bytes_sent += sent_bytes
         history = self._history
         if history is not None:
             history.count += 1
             if tensor is None:
-                history.calls.append((operation, 0, None, root, self._network.phase))
+                history.calls.append((kind, 0, None, root, self._network.phase))
             else:
                 count = tensor.numel() if numel is None else numel
-                history.calls.append((operation, count, tensor.dtype, root, self._network.phase))
+                history.calls.append((kind, count, tensor.dtype, root, self._network.phase))
         if self._log.enabled and tensor is not None:
-            name = _LOG_NAMES.get(operation, operation)
+            name = _LOG_NAMES.get(kind, kind)
             if recording(self._log, name):
                 return measured(self._log, name, tensor if message is None else message, self.size, issue)
         return issue()

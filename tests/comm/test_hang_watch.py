@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from deepspeed.comm.hangs import watch as hang_watch
 from deepspeed.comm.hangs.history import LENGTH, OperationHistory
 from deepspeed.comm.hangs.report import call_text, explain
 from deepspeed.comm.hangs.thread_states import HangReport
+from deepspeed.comm.pending import Pending
 from deepspeed.comm.transports import shared_memory
 from deepspeed.tools import stacks
 from tests import forked
@@ -697,3 +699,17 @@ def test_what_a_stopped_process_is_told_to_be() -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert stacks.state_of(child) == "ended"
+
+
+def test_the_call_that_waits_is_described_not_what_issued_it() -> None:
+    """Else a report would say "all_reduce" of a wait for something else inside of it, without shape and dtype."""
+    frames: list[types.FrameType | None] = []
+
+    def issue() -> Pending:
+        frames.append(sys._getframe(1))
+        return Pending(lambda: None)
+
+    communicator(None)._issue("all_reduce", 0, torch.zeros(3), issue)
+    (frame,) = frames
+    assert frame is not None and frame.f_code.co_name == "_issue"
+    assert summarize_rows._own_call(frame) is None
