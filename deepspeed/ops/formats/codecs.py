@@ -92,9 +92,10 @@ class Codec(ABC):
 
 class _NativeCodec(Codec):
     """A codec with kernels. ``codes``: the element format (``enum ds_codes`` of the native library: mostly the number
-    of bits); there is one scale per ``block``."""
+    of bits); there is one scale per ``block``. ``on_gpu``: whether there are kernels for GPUs."""
 
     __slots__ = ()
+    on_gpu: ClassVar[bool] = True
     codes: int
     block: int
     seed: int | None
@@ -106,8 +107,11 @@ class _NativeCodec(Codec):
     def _decode(self, payloads: Tensor, values: Tensor, *, total: bool = False) -> bool:
         return native.decode(payloads, values, self.codes, self.block, total=total)
 
+    def _may_have_kernel(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu or (self.on_gpu and tensor.is_cuda)
+
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
-        if values.is_cpu or values.is_cuda:
+        if self._may_have_kernel(values):
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
             payloads = torch.empty(shape, dtype=torch.uint8, device=values.device)
             if self._encode(payloads, values.contiguous(), errors):
@@ -115,14 +119,14 @@ class _NativeCodec(Codec):
         return super().encode(values, errors)
 
     def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if payloads.is_cpu or payloads.is_cuda:
+        if self._may_have_kernel(payloads):
             values = _floats(payloads, *payloads.shape[:-1], numel) if out is None else out
             if self._decode(payloads.contiguous(), values):
                 return values
         return super().decode(payloads, numel, out)
 
     def total(self, payloads: Tensor, numel: int) -> Tensor:
-        if payloads.is_cpu or payloads.is_cuda:
+        if self._may_have_kernel(payloads):
             values = _floats(payloads, numel)
             if self._decode(payloads.contiguous(), values, total=True):
                 return values
@@ -272,6 +276,7 @@ class TopCodec(_NativeCodec):
     Aji, K. Heafield 2017, Sparse communication for distributed gradient descent). The rest is zero, left to error
     feedback. Ties go to the lowest index; a NaN counts as larger than all numbers."""
 
+    on_gpu: ClassVar[bool] = False
     share: float = 0.01
 
     def __post_init__(self) -> None:
