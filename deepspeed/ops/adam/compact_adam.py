@@ -91,7 +91,10 @@ class CompactAdam(MultiTensorAdam):
         return UpdateTraits(elementwise=True, grain=state_codes.BLOCK, coded=coded, positions=True)
 
     kernel_name, table_class = "ds_compact_adam", _Table
-    kernel_switches = (*MultiTensorAdam.kernel_switches, "stochastic_rounding")
+
+    @property
+    def kernel_switches(self) -> tuple[str, ...]:  # type: ignore[override]
+        return *super().kernel_switches, "stochastic_rounding"
 
     # ---- state ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
     16-bit parameters. `amsgrad` is in the signature but not available.
     """
 
-    kernel_switches = ("bias_correction", "adamw_mode")
     decoupled_key = "adamw_mode"
     _ids = itertools.count()
 

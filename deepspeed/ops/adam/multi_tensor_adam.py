@@ -51,8 +51,11 @@ class MultiTensorAdam(MultiTensorOptimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
     kernel_name, kernel_factors = "ds_adam", ("lr", "betas", "eps", "weight_decay")
-    kernel_switches = ("bias_correction", "adam_w_mode")
     decoupled_key = "adam_w_mode"
+
+    @property
+    def kernel_switches(self) -> tuple[str, ...]:  # type: ignore[override]  # follows a subclass's key
+        return "bias_correction", self.decoupled_key
 
     def _has_kernel(self, param: Tensor) -> bool:
         if param.is_cpu:
