@@ -109,7 +109,7 @@ def find_unfreezable(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
     """Return frozen parameters that would be in a group of the configured optimizer if trainable: in its only group,
-    or in that of their kind (``kind_of_group``). Muon does not train parts of matrices."""
+    or in that of their kind (``kind_of_group``). Parts of matrices that Muon cannot assemble stay frozen."""
     given = list(module.parameters() if model_parameters is None else model_parameters)
     kinds = [kind_of_group(group) for group in optimizer.param_groups]
     if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
@@ -118,7 +118,12 @@ def find_unfreezable(
     if kinds == [None]:
         return frozen
     fitting = [param for param in frozen if kind_of_param(param) in kinds]
-    return [p for p in fitting if not (kind_of_param(p)[0] and is_partial(p, matrices=True))]
+    return [p for p in fitting if not (kind_of_param(p)[0] and _is_unassembled(p))]
+
+
+def _is_unassembled(param: torch.Tensor) -> bool:
+    """Return whether ``param`` is a part of a matrix whose other parts its ranks cannot assemble."""
+    return is_partial(param, matrices=True) and not is_split_matrix(param)
 
 
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
@@ -195,8 +200,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
     if traits.whole_matrices:
         of_matrices = (g for g in optimizer.param_groups if g.get("use_muon") and not g.get("num_heads"))
         held = [p for group in of_matrices for p in group[PARAMS]]
-        parts = (p for p in held if id(p) in named and is_partial(p, matrices=True))
-        cut = [named[id(p)] for p in parts if not is_split_matrix(p)]
+        cut = [named[id(p)] for p in held if id(p) in named and _is_unassembled(p)]
         if cut:
             raise DeepSpeedConfigError(
                 f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split in a way in which "

@@ -57,6 +57,7 @@ FOUND = [
     "ranks=4 stage=3 optimizer=SGD resume=2x2,_1",
     "ranks=2 stage=3 recompute=torch data=uneven resume=same token_drop=true",
     "ranks=2 optimizer=Muon wire=bf16 parameters=late",
+    "ranks=2 axes=tp optimizer=Muon parameters=late",
     "model=gru ranks=2 parameters=unused_somewhere compression=weights",
     "ranks=2 axes=pp optimizer=Muon wire=bf16",
     "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "

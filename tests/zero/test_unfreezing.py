@@ -301,13 +301,15 @@ def test_frozen_later_is_not_unused(tmp_path: Path, stage: int) -> None:
     assert not torch.equal(before["head.bias"], after["head.bias"])
 
 
-def test_a_part_of_a_matrix_does_not_join_muon() -> None:
-    """From the start it would be refused: each rank would orthogonalize its own part."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in (model[1], model[2]):
+def test_parts_of_matrices_that_join_muon() -> None:
+    """As from the start: those of a tensor-parallel split can be assembled, others would be refused."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer in (model[1], model[2], model[3]):
         layer.weight.requires_grad_(False)
     place(model[2].weight, interval((4, 4), 0, [4, 4], 0))
+    place(model[3].weight, interval((4, 4), 0, [4, 4], 0, axis="another"))
     for param in model.parameters():
         param.use_muon = param.dim() == 2  # type: ignore[attr-defined]
     muon = build_muon(model.parameters(), lr=0.1)
-    assert [id(param) for param in find_unfreezable(None, model, muon)] == [id(model[1].weight)]
+    joining = [id(model[1].weight), id(model[2].weight)]
+    assert [id(param) for param in find_unfreezable(None, model, muon)] == joining
