@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,8 @@ def test_a_model_has_the_name_of_its_folder_and_answers_to_its_path(
 def test_all_missing_packages_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in command.PACKAGES:  # another test may have imported them
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(command, "find_spec", lambda name: None if name != "transformers" else 1)
     assert ds.main(["serve", "model"]) == 2
     error = capsys.readouterr().err
