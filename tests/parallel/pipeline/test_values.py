@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.parallel.pipeline.messages.encoding import describe
 from deepspeed.parallel.pipeline.messages.values import (
     mean_of,
     to_device,
@@ -39,3 +40,26 @@ def test_other_types_stay() -> None:
     found = without_graph(to_device(nest, torch.device("cpu")))
     assert found["b"] == ("text", None) and found["a"][1] == 2
     assert [tensor.requires_grad for tensor in tensors_in(found)] == [False]
+
+
+class Rounded(float):
+    def __repr__(self) -> str:
+        return f"{self:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Rounded(0.11), Rounded(0.12)),
+        (0.5, "0.5"),
+        (None, "None"),
+        (1, True),
+        (({"a": None}, "b"), ({"a": None, "b": None},)),
+        ({"a": {"b": None}}, {"a": None, "b": None}),
+        ([torch.ones(2)], (torch.ones(2),)),
+    ],
+)
+def test_marks_of_unlike_messages_differ(one: object, other: object) -> None:
+    """A receiver reads a message by the outline of an earlier one with the same marks."""
+    assert describe(one)[0] != describe(other)[0]
+    assert describe(one)[0] == describe(one)[0]

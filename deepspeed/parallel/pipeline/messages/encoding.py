@@ -23,6 +23,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
+PLAIN = (bool, int, float, str)
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, as torch's own allocations do."""
 
@@ -111,11 +112,12 @@ def _describe(value: Any, marks: list[Any], tensors: list[Tensor]) -> None:
         for item in value:
             _describe(item, marks, tensors)
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        marks += dict, *value
+        marks += dict, len(value), *value
         for item in value.values():
             _describe(item, marks, tensors)
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        marks.append(repr(value))
+    elif value is None or isinstance(value, PLAIN):
+        kind = next((each for each in PLAIN if isinstance(value, each)), type(None))
+        marks += type(value), kind.__repr__(value)  # a subclass's own could leave digits out
     else:
         raise PipelineError(
             f"a layer returned {type(value).__name__}, which stages cannot send: return tensors, None, "
