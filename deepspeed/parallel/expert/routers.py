@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -110,14 +108,9 @@ class BalancedGate(nn.Module):
         nn.init.normal_(self.weight, std=model_dim**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("seen", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
-        self.k, self.rate = k, rate
-        self.options: dict[str, Any] = {
-            "score": score,
-            "groups": groups,
-            "groups_used": groups_used,
-            "normalize": normalize,
-            "scale": scale,
-        }
+        self.k = k
+        self.score, self.rate, self.scale, self.normalize = score, rate, scale, normalize
+        self.groups, self.groups_used = groups, groups_used
         self.z_loss: Tensor | None = None
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
@@ -125,10 +118,23 @@ class BalancedGate(nn.Module):
         with torch.autocast(input.device.type, enabled=False):
             logits = F.linear(input.float(), self.weight.float())
         self.z_loss = router_z_loss(logits)
-        bias = self.bias.float()
-        routes = scored_routes(logits, self.k, bias=bias, used_token=used_token, **self.options)
+        routes = scored_routes(
+            logits,
+            self.k,
+            score=self.score,
+            bias=self.bias.float(),
+            groups=self.groups,
+            groups_used=self.groups_used,
+            normalize=self.normalize,
+            scale=self.scale,
+            used_token=used_token,
+        )
         if self.training:
             self.seen += routes.exp_counts
+        return routes
+
+    def routes(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
+        routes: Routes = self(input, used_token)
         return routes
 
     def _set_ep_group(self, ep_group: object) -> None:
