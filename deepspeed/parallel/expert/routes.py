@@ -131,7 +131,8 @@ def topk_routes(
     used = _used(experts, used_token)
     counts = _counts(experts, used, gates.shape[1])
     l_aux = (gates.mean(0) * _shares(counts, gates)).mean() * gates.shape[1] ** 2 / k
-    priority = gates.detach().gather(1, experts).reshape(-1) if drop_policy == "probs" else None
+    judged = capacity is not None and drop_policy == "probs"
+    priority = gates.detach().gather(1, experts).reshape(-1) if judged else None
     kept = _kept(experts, used, gates.shape[1], capacity, priority)
     return _normalized(_routes(gates, experts, kept, counts, l_aux, capacity))
 

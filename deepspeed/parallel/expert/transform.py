@@ -130,15 +130,17 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     ``num_experts`` or more are ignored."""
     spread: ExpertRanks = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
-    if self.watch is not None:
-        counts = torch.bincount(chosen.reshape(-1), minlength=spread.total + 1)[: spread.total]
-        self.watch.routed(counts, chosen < spread.total, self.training)
+    orders: list[TokenOrder] = []
 
     def order_of(part: slice) -> TokenOrder:
-        return TokenOrder.sort(chosen[part], spread.total)
+        orders.append(TokenOrder.sort(chosen[part], spread.total))
+        return orders[-1]
 
     compute = functools.partial(_compute, self)
-    return route_to_experts(hidden_states, top_k_weights, order_of, spread.ranks, compute, self.watch)
+    result = route_to_experts(hidden_states, top_k_weights, order_of, spread.ranks, compute, self.watch)
+    if self.watch is not None:
+        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
+    return result
 
 
 def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
