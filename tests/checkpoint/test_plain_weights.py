@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
-from deepspeed.checkpoint.foreign.plain_weights import tensors_of
+from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.tools import hf_to_universal
 from tests.pool import distributed
 from tests.zero.test_placements import WIDTH, Block, alone, assert_weights, config, start, train
@@ -91,6 +91,13 @@ def test_a_state_dict_of_torch_save(tmp_path: Path, name: str, key: str | None) 
     model.load_state_dict(weights)
     assert_weights(engine, model, rtol=0, atol=0)
     engine.destroy()
+
+
+def test_a_file_of_a_checkpoint_is_no_plain_weights(tmp_path: Path) -> None:
+    """It may hold a part of the weights, and its optimizer states are in other files."""
+    for name, found in (("w.pt", True), ("mp_rank_00_model_states.pt", False)):
+        torch.save({"module": trained()}, tmp_path / name)
+        assert (find_plain(tmp_path / name) is not None) == found
 
 
 @distributed(world_size=2)

@@ -27,6 +27,7 @@ from deepspeed.checkpoint.foreign.universal_format import (
     check_save_of_same,
     has_only_parameters,
 )
+from deepspeed.checkpoint.names import is_ours
 from deepspeed.checkpoint.renaming import renaming
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
@@ -40,8 +41,9 @@ NESTED = ("module", "model", "state_dict")
 def find_plain(path: Path) -> Path | None:
     """Return ``path`` if it is a file of plain weights, else what the folder ``path`` has: such a file, an index of
     several, or the parameter folder of a weights-only universal checkpoint; None if nothing."""
-    if path.is_file():
-        return path if path.suffix in SUFFIXES or path.name.endswith(INDEX_SUFFIX) else None
+    if path.is_file():  # a checkpoint's own files are parts of one, and may hold shards
+        weights = path.suffix in SUFFIXES and not is_ours(path.name)
+        return path if weights or path.name.endswith(INDEX_SUFFIX) else None
     known = (SAFETENSORS_NAME, BIN_NAME)
     candidates = [name + suffix for name in known for suffix in ("", INDEX_SUFFIX)]
     found = next((path / name for name in candidates if (path / name).is_file()), None)
