@@ -228,7 +228,9 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
         return self._conv_forward(inputs, weight, bias)
 
     @torch.no_grad()
-    def fix_channel_pruning_helper(self, mask: Tensor | None, dim_reduction: bool) -> Tensor | None:
+    def fix_channel_pruning_helper(
+        self, mask: Tensor | None = None, dim_reduction: bool = False
+    ) -> Tensor | None:
         """Make channel pruning permanent and return the boolean mask of kept channels. Given the ``mask`` of the
         preceding layer, prune this layer's input channels. ``dim_reduction``: remove what is pruned, don't zero it."""
         if mask is None:
@@ -253,7 +255,7 @@ class BNLayer_Compress(Compressible, nn.BatchNorm2d):
         return output * source[0].applied_mask.view(1, -1, 1, 1)
 
     @torch.no_grad()
-    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool) -> None:
+    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
         """Remove the channels that ``mask`` drops, or without ``dim_reduction`` zero their scale and shift."""
         kept = mask.view(-1).bool()
         if dim_reduction:

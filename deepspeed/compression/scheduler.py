@@ -45,11 +45,15 @@ class compression_scheduler:
         self.training_steps = 0
         self.weight_quantization_enabled = False
         found = {name: each for name, each in model.named_modules() if isinstance(each, Compressible)}
-        self.modules = list(found.values())
-        self._seeds = [seed_of(name) for name in found]
+        self._seeds = {module: seed_of(name) for name, module in found.items()}
         self._logged: set[str] = set()
         self._bits: tuple[int, ...] = ()
         self.check_all_modules()
+
+    @property
+    def modules(self) -> list[Compressible]:
+        """The prepared modules that ``redundancy_clean`` has not made plain layers again."""
+        return [module for module in self._seeds if isinstance(module, Compressible)]
 
     def _active(self, technique: str) -> Mapping[str, Any] | None:
         """Return the shared parameters of a technique if it is on at this step, else None."""
@@ -74,10 +78,10 @@ class compression_scheduler:
         mixed = shared["fp16_mixed_quantize"] or {"enabled": False}
         share = quantized_share(step, mixed["quantize_change_ratio"]) if mixed["enabled"] else 1.0
         now = set()
-        for seed, module in zip(self._seeds, self.modules, strict=True):
+        for module in self.modules:
             if module.weight_bits is None:
                 continue
-            module.weight_quantize_seed = (seed << 32) + step
+            module.weight_quantize_seed = (self._seeds[module] << 32) + step
             module.weight_quantization_enabled = True
             module.weight_quantize_bits = bits_at(step, *module.weight_bits)
             module.weight_quantize_share = share

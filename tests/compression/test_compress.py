@@ -193,6 +193,14 @@ def test_the_clean_model_is_plain_smaller_and_computes_the_same() -> None:
     torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-6)
 
 
+def test_a_schedule_goes_on_after_the_layers_are_clean() -> None:
+    model = init_compression(Bert(), ALL)
+    scheduler = scheduled(model, ALL)
+    deepspeed.compression.redundancy_clean(model, ALL)
+    scheduler.step()
+    assert vars(model.layer[0].intermediate["dense"]).keys() == vars(nn.Linear(2, 2)).keys()
+
+
 def test_channels_are_removed_behind_their_batch_norm_too() -> None:
     asked = config(
         technique("channel_pruning", ["conv1"], {"dense_ratio": 0.5}, [["conv2", "bn1"]], method="topk"),
