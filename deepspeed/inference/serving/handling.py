@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from deepspeed.inference.serving import protocol
@@ -57,11 +56,11 @@ class _TooLargeError(ValueError):
     pass
 
 
-class Refused(HTTPException):
+class Refused(Exception):
     """A request gets ``response``, an error, instead of what it asks for. The application sends it."""
 
     def __init__(self, response: Response) -> None:
-        super().__init__(response.status_code)
+        super().__init__(f"status {response.status_code}")
         self.response = response
 
 
