@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service, Services, broadcast
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
+from deepspeed.tools.serve_options import adapter_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +243,10 @@ def clients_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, folder and base model of each adapter. ValueError: an entry is invalid."""
+    """Yield the name, folder and base model of each adapter."""
     for one in args.each:
-        for entry in one.lora_modules:
-            try:
-                name, separator, folder = entry.partition("=")
-                plain = {"name": name, "path": folder} if separator else {}
-                adapter = json.loads(entry) if entry[:1] == "{" else plain
-                yield adapter["name"], adapter["path"], adapter.get("base_model_name") or one.name
-            except (ValueError, LookupError):
-                raise ValueError(
-                    f"--lora-modules: {entry!r}: expected name=folder, or an object with 'name' and 'path'"
-                ) from None
+        for adapter in map(adapter_options, one.lora_modules):
+            yield adapter["name"], adapter["path"], adapter["base_model_name"] or one.name
 
 
 def template_of(given: str) -> str:

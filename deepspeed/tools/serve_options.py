@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             found.each = _each_of(found)
         except ValueError as problem:
-            self.error(f"--model {problem}")
+            self.error(str(problem))
         found.model, found.name = found.each[0].model, found.each[0].name
         return found
 
@@ -61,8 +61,10 @@ def _each_of(args: argparse.Namespace) -> list[argparse.Namespace]:
         vars(one).update(own)
         made.append(one)
     folders = [Path(one.model).resolve().name for one in made]
+    adapters = (adapter_options(entry) for one in made for entry in one.lora_modules)
+    taken = {*(one.name for one in made), *(each["name"] for each in adapters)}
     for one, folder in zip(made, folders, strict=True):  # the path stays a name, too: ``ServedModel.path``
-        alone = Path(one.model).is_dir() and folders.count(folder) == 1
+        alone = Path(one.model).is_dir() and folders.count(folder) == 1 and folder not in taken
         one.name = one.name or (folder if alone else one.model)
     return made
 
@@ -75,14 +77,30 @@ def _options_of_model(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{text} is not JSON: {error}") from None
-    values = _values_of(given)
+        raise ValueError(f"--model {text} is not JSON: {error}") from None
+    try:
+        values = _values_of(given)
+    except ValueError as error:
+        raise ValueError(f"--model {error}") from None
     if "model" not in values:
-        raise ValueError(f"{text}: 'model' is missing (the folder or the name on the hub)")
+        raise ValueError(f"--model {text}: 'model' is missing (the folder or the name on the hub)")
     if others := values.keys() - _OF_ONE:
         option = min(others).replace("_", "-")
-        raise ValueError(f"{text}: {option!r} applies to all models of a server: set it outside")
+        raise ValueError(f"--model {text}: {option!r} applies to all models of a server: set it outside")
     return values
+
+
+def adapter_options(entry: str) -> dict[str, Any]:
+    """Return "name", "path" and "base_model_name" (or None) of an adapter: ``name=folder``, or a JSON object.
+    ValueError: it is neither."""
+    name, separator, folder = entry.partition("=")
+    try:
+        given = json.loads(entry) if entry[:1] == "{" else {"name": name, "path": folder} if separator else {}
+        return {"base_model_name": None, **given, "name": given["name"], "path": given["path"]}
+    except (ValueError, LookupError):
+        raise ValueError(
+            f"--lora-modules: {entry!r}: expected name=folder, or an object with 'name' and 'path'"
+        ) from None
 
 
 def _given_by(args: Sequence[str] | None) -> argparse.Namespace:

@@ -87,6 +87,9 @@ def test_a_model_has_the_name_of_its_folder_and_answers_to_its_path(
     assert parse(["./mine"]).name == parse([str(tmp_path / "mine")]).name == "mine"
     assert parse(["./mine", "--name", "n"]).name == "n" and parse(["org/none"]).name == "org/none"
     assert [one.name for one in parse(["a/same", "--model", "b/same"]).each] == ["a/same", "b/same"]
+    assert [one.name for one in parse(["./mine", "--model", "mine=a/same"]).each] == ["./mine", "mine"]
+    for adapter in ("mine=folder", json.dumps({"name": "mine", "path": "folder"})):
+        assert parse(["./mine", "--lora-modules", adapter]).name == "./mine"
     served = SimpleNamespace(name="mine", path="./mine", service=SimpleNamespace())
     models = Models([served])  # type: ignore[list-item]
     assert models.find("mine") == models.find("./mine") == models.find("") == (served, None)
