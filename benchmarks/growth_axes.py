@@ -241,7 +241,7 @@ def scheduled(size: int, meter: Meter) -> None:
             forward(scheduler)
     both: dict[str, Callable[[Scheduler], Any]] = {
         "all come": lambda scheduler: submit(scheduler, size),
-        "all leave": lambda scheduler: [scheduler.cancel(request) for request in scheduler.waiting],
+        "all leave": lambda scheduler: [scheduler.cancel(request) for request in list(scheduler.waiting)],
     }
     for name, run in both.items():
         scheduler = prepared()

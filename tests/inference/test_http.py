@@ -576,7 +576,7 @@ def test_priorities_in_a_full_queue() -> None:
             body = {"prompt": "a", "max_tokens": 900 if number == 0 else 3, "priority": priority}
             connection.request("POST", "/v1/completions", json.dumps(body))
             wait_for(lambda wanted=number: len(engine.scheduler.waiting) == wanted and engine.has_work)
-        waiting = engine.scheduler.waiting
+        waiting = list(engine.scheduler.waiting)
         assert [each.params.priority for each in waiting] == [-1, 0, 2, 2]
         assert waiting[2].id < waiting[3].id
         assert running.post({"prompt": "a", "priority": -5})[0] == 429

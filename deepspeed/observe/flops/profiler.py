@@ -174,7 +174,7 @@ class FlopsProfiler:
             profile_step: Step number for the title.
             module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
             top_modules: Number of module classes per level.
-            detailed: Also print the full module counting.
+            detailed: Also print the full module tree.
             output_file: Path of a file, whose folder is created; None prints to standard output.
         """
         totals = self.totals
@@ -196,7 +196,7 @@ class FlopsProfiler:
             report.write(lines, file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the module classes with the most parameters, MACs and time at each level of the counting."""
+        """Print the module classes with the most parameters, MACs and time at each level of the tree."""
         report.write(report.aggregated(self.model, module_depth, top_modules), sys.stdout)
 
 
@@ -242,7 +242,7 @@ def get_model_profile(
         args: Positional arguments.
         kwargs: Keyword arguments.
         print_profile: Print the profile.
-        detailed: Also print the full module counting.
+        detailed: Also print the full module tree.
         module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
         top_modules: Number of module classes per level.
         warm_up: Number of runs before the measured one.

@@ -126,7 +126,9 @@ class ParallelJob:
         return max(1.0, self.calibration.flops / max(alone.forward, 1e-12))
 
 
-def seconds_of(found: Sequence[PlanAnswer], job: ParallelJob, layout: ParallelLayout) -> StepTime:
+def seconds_of(
+    found: Sequence[PlanAnswer], job: ParallelJob, layout: ParallelLayout = ParallelLayout()
+) -> StepTime:
     """Predict the step time, from the plans of a rank on the first and on the last stage (a single one if there is one
     stage)."""
     works = [_work(each, job, layout) for each in found]

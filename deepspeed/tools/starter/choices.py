@@ -39,7 +39,8 @@ class Decision:
         """The config to write."""
         request, micro = self.answer.request, self.answer.config.train_micro_batch_size_per_gpu
         batch, steps = self.answer.config.train_batch_size, self.answer.config.gradient_accumulation_steps
-        # The global batch, so that a run on another number of ranks keeps it; trainers want the accumulation.
+        # The global batch: a run on another number of ranks keeps it, or is told what fits. Trainers want the
+        # accumulation.
         told = {"train_batch_size": batch} if self.plain_loop else {"gradient_accumulation_steps": steps}
         return {
             **told,

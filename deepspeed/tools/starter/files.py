@@ -128,7 +128,7 @@ def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]
     """Return the placeholder values of task.py: its imports, and the code that builds the model."""
     request = decision.answer.request
     rows = [each.num_embeddings for each in request.module.modules() if isinstance(each, nn.Embedding)]
-    vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", rows[0] if rows else 256))
+    vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", min(rows, default=256)))
     own = "\nimport deepspeed\n"
     if is_shape(args.model):
         imports, made, again = ["from model import GPT"], _gpt(request.module.config), SET_CHECKPOINTING
