@@ -60,6 +60,10 @@ class ShardOwner(Protocol):
 GATHER_COUNT = "_ds_gather_count"
 """Parameter attribute: the number of open ``GatheredParameters`` blocks that hold it."""
 
+GATHERED_ALONE = "_ds_gathered_alone"
+"""Parameter attribute, set between ``all_gather`` and ``partition`` of this parameter. Equal on all ranks, whereas the
+status may be AVAILABLE on some only: those that have used the bucket in a forward."""
+
 CHECKS_WRITES = "_ds_checks_writes"
 """Parameter attribute: whether writes that ``GatheredParameters`` would discard raise an error."""
 
@@ -264,13 +268,16 @@ def all_gather(
     The gather is synchronous: with ``async_op`` the returned handle has nothing to wait for.
     """
     for each in param_list if param_list is not None else [param]:
-        if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
-            sync_shard_dtype(each)
-            with torch.inference_mode(False), torch.no_grad():
-                whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
-                each.ds_owner.read_param(each.ds_position, whole)
+        if getattr(each, GATHERED_ALONE, False):
+            continue
+        setattr(each, GATHERED_ALONE, True)
+        sync_shard_dtype(each)
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
+            each.ds_owner.read_param(each.ds_position, whole)
+            if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
                 each.data = whole
-            each.ds_status = ZeroParamStatus.AVAILABLE
+                each.ds_status = ZeroParamStatus.AVAILABLE
     return MultipleAllGatherHandles([]) if async_op else None
 
 
@@ -286,6 +293,7 @@ def partition(
     ``free_data=False`` leaves the memory to the caller.
     """
     for each in param_list if param_list is not None else [param]:
+        vars(each).pop(GATHERED_ALONE, None)
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
         if has_been_updated:
@@ -321,7 +329,7 @@ _METHODS = (
 )  # fmt: skip
 
 _ATTRIBUTES = (
-    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
+    CHECKS_WRITES, GATHERED_ALONE, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
     "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group", "ds_secondary_tensor",
     "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group", "ds_zero_partition_rank",
     "ds_zero_partition_world_size", *(method.__name__ for method in _METHODS),

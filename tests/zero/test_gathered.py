@@ -150,3 +150,27 @@ def test_replaced_data_is_kept(init: bool, live: str) -> None:
         params[0].data = torch.zeros_like(params[0])
     assert torch.equal(engine(inputs), plain(inputs))
     engine.destroy()
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["block", "all_gather"])
+@distributed(world_size=2)
+def test_a_single_rank_has_used_the_bucket(direct: bool) -> None:
+    """After its evaluation the bucket is whole on that rank, so the others would wait for its part in vain."""
+    engine = start(stage3_param_persistence_threshold=0)  # so that weight and bias share a bucket
+    layer = engine.module[0]
+    before = weights(list(layer.parameters()))
+    engine.optimizer.parameter_offload.partition_all_parameters()
+    engine.eval()
+    if dist.get_rank() == 0:
+        engine(torch.ones(1, 6))
+    for param, value in zip(layer.parameters(), before, strict=True):
+        if direct:
+            param.all_gather()
+            param.all_gather()
+            assert torch.equal(param, value)
+            param.partition()
+        else:
+            with deepspeed.zero.GatheredParameters(param), deepspeed.zero.GatheredParameters([param]):
+                assert torch.equal(param, value)
+    engine.destroy()
+    assert torch.equal(layer.weight, before[0])

@@ -68,7 +68,8 @@ class GatheredParameters:
         self._held = [b for b in _buckets_of(first) if all(id(param) in asked for param in b.params)]
         for bucket in self._held:
             bucket.transitions.hold(bucket.layout.index)
-        zero_params.all_gather(None, param_list=first)
+        held = set(self._held)
+        zero_params.all_gather(None, param_list=[param for param in first if param.ds_owner not in held])
         checked = [p for p in self.params if getattr(p, zero_params.CHECKS_WRITES, False)]
         self._versions = [
             (p, p._version) for p in checked if self.modifier_rank is None and not p.is_inference()

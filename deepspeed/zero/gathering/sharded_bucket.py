@@ -111,7 +111,8 @@ class ShardedBucket(ParamBucket):
         """GATHERED -> SHARDED: free the memory (Note: gather and reshard)."""
         assert self.full is not None
         for param, view in zip(self.params, self.views, strict=True):
-            if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole
+            state = vars(param)
+            if state.get(zero_params.GATHER_COUNT) or zero_params.GATHERED_ALONE in state:  # stays whole
                 param.data = view.clone()
             else:
                 param.data = self._empty
@@ -208,11 +209,9 @@ class ShardedBucket(ParamBucket):
         return shard[low - start : high - start] if low < high else shard[:0]
 
     def read_param(self, position: int, out: Tensor) -> None:
-        """Fill ``out`` with the whole parameter, moving only its own bytes. Collective."""
+        """Fill ``out`` with the whole parameter, moving only its own bytes. Collective, also where the bucket is
+        gathered: ranks differ in what they have used."""
         flat = out.view(-1)
-        if self.status is Status.GATHERED and not self.lossy:
-            flat.copy_(self.views[position].reshape(-1))
-            return
         mine = self.local_part(position)
         for rank, start, stop in self.owning_ranks(position):
             if rank == self.rank:

@@ -408,7 +408,7 @@ class Transitions:
         """Make a bucket persistent, or an ordinary one again, between two steps. Collective."""
         bucket = self.buckets[b]
         with self.lock:
-            if persistent and bucket.status is Status.SHARDED:
+            if persistent:
                 self._gather_now(b)
             bucket.persistent = persistent
             for param in bucket.params:
@@ -417,8 +417,13 @@ class Transitions:
             self._reshard_if_idle(b)
 
     def _gather_now(self, b: int) -> None:
+        """Gather a bucket, which may be whole on some ranks already. Collective."""
+        bucket = self.buckets[b]
+        if bucket.status is Status.GATHERED:
+            bucket.refresh().wait()
+            return
         full = self.begin(b)
-        self.buckets[b].communicator.all_gather(full, self.buckets[b].device_shard()).wait()
+        bucket.communicator.all_gather(full, bucket.device_shard()).wait()
         self.arrived(b)
 
     # The end ------------------------------------------------------------------------------------------------
@@ -430,8 +435,10 @@ class Transitions:
         self.trace.end_of_step()
 
     def dissolve(self) -> None:
-        """Gather every parameter permanently, into its own memory. Collective."""
+        """Gather every parameter permanently, into its own memory. Called by all ranks, of which some may have gathered
+        a bucket before, and ended by now."""
         for b, bucket in enumerate(self.buckets):
+            self.discard_lossy_copy(b)
             if bucket.status is Status.SHARDED and bucket.shard is not None:
-                self._gather_now(b)
+                self.gatherer.gather(b, Phase.MANUAL)
             bucket.destroy()
