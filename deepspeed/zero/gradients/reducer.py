@@ -57,6 +57,15 @@ def _will_arrive(param: nn.Parameter) -> bool:
         return False
 
 
+def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Assign ``param.grad`` although ``param`` may be sharded by now: torch compares the shapes."""
+    data = param.data
+    if grad is not None:
+        param.data = grad.new_empty(()).expand_as(grad)
+    param.grad = grad
+    param.data = data
+
+
 class Progress(Enum):
     """State of the reducer with respect to the backward in progress."""
 
@@ -221,7 +230,7 @@ class GradReducer:
             if grad is not None:
                 grad = grad * self._grad_factor
                 before = grad if before is None else before + grad
-            param.grad = before
+            _set_grad(param, before)
 
     def ready(self, index: int, param: Tensor) -> None:
         """Take the gradient that autograd has just left in ``param.grad``."""
