@@ -67,7 +67,7 @@ class FragmentReader:
         try:
             copies, missing = intersect(target, [source.index for source in sources])
         except ValueError as error:
-            raise CheckpointError(f"{self.catalog.folder}: {what} does not fit: {error}") from error
+            raise CheckpointError(f"{self.catalog.folder} does not fit the model: {error}") from error
         if missing:
             files = sorted({source.file.name for source in sources})
             raise CheckpointError(
