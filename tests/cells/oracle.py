@@ -244,7 +244,7 @@ class Alone:
         self.mixtures = [each for each in self.computing.modules() if isinstance(each, PlainMixture)]
         self.choices: list[Iterator[Tensor]] = []
         self.kept: list[Iterator[Tensor]] = []
-        self.wires = Wires([])
+        self.wires, self.senders = Wires([]), 0
         self.publish()
         every = [
             param for param in self.masters.parameters() if param.requires_grad or cell.parameters == "late"
@@ -262,10 +262,11 @@ class Alone:
         [batch, n] through the first layer."""
         self.choices, self.kept = [iter(each) for each in choices], [iter(each) for each in kept]
 
-    def send_by(self, wires: list[Wire]) -> None:
-        """Use these wire formats for weights and gradients from now on; error feedback is kept if they are the same."""
-        if wires != self.wires.all:
-            self.wires = Wires(wires)
+    def send_by(self, wires: list[Wire], senders: int) -> None:
+        """Use these wire formats for weights and gradients from now on, among so many replicas; error feedback is kept
+        if both are the same."""
+        if wires != self.wires.all or senders != self.senders:
+            self.wires, self.senders = Wires(wires), senders
             self.publish()
 
     def tiny_variances(self) -> dict[str, Tensor]:
@@ -457,7 +458,7 @@ def expected_of(
     layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
     for cell, chosen, sent, worked_on in layouts:
         alone.follow(chosen, worked_on)
-        alone.send_by(sent if sent or not noise else imagined(cell, alone.named, noise))
+        alone.send_by(sent if sent or not noise else imagined(cell, alone.named, noise), cell.replicas)
         for at in range(STEPS):
             alone.step(step, cell)
             step += 1

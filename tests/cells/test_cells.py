@@ -58,6 +58,9 @@ FOUND = [
     "ranks=2 stage=3 recompute=torch data=uneven resume=same token_drop=true",
     "ranks=2 optimizer=Muon wire=bf16 parameters=late",
     "ranks=2 axes=tp optimizer=Muon parameters=late",
+    "ranks=2 stage=3 parameters=unused_somewhere evaluate=true lora=true",
+    "stage=3 buckets=tiny parameters=late batch_change=true backward=tensor",
+    "ranks=4 stage=1 shards=mics wire=int8 resume=ranks",
     "model=gru ranks=2 parameters=unused_somewhere compression=weights",
     "ranks=2 axes=pp optimizer=Muon wire=bf16",
     "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
