@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import deepspeed.parallel.tensor.low_rank  # noqa: F401 (declares the split forms of layers with adapters)
 from deepspeed.base.module_utils import move_hooks
 from deepspeed.base.sharded import full_shape, is_zero_param
 from deepspeed.checkpoint.placement import place, placement_of

@@ -179,8 +179,8 @@ def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
 
 
 def tp_classes_of(module: nn.Module) -> Mapping[str, type[Any]]:
-    """Return the classes that a special layer (a compressed one) declares for its split forms: "column", "row",
-    "vocabulary"."""
+    """Return the classes that a special layer (compressed, or with adapters) declares for its split forms: "column",
+    "row", "vocabulary"."""
     return getattr(type(module), "tp_classes", {})
 
 
@@ -457,7 +457,7 @@ class LinearAllreduce(_ParallelLinear):
 
 def _is_transposed(module: nn.Module) -> bool:
     """Return whether the weight is [inputs, outputs]. ValueError: the layer is no known kind of linear layer."""
-    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or tp_classes_of(module)):
+    if tp_classes_of(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
         return True

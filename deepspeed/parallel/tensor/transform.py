@@ -9,10 +9,12 @@ from torch import nn
 from deepspeed.base.staged import Staged
 from deepspeed.config.sections.parallel import TPTrainingConfig
 from deepspeed.parallel.tensor.apply import apply_plan
+from deepspeed.parallel.tensor.low_rank import QUANTIZED
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of
 from deepspeed.parallel.tensor.trial import try_split
+from deepspeed.transforms.lora.quantization import QuantizedParameter
 
 if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext
@@ -62,6 +64,8 @@ def _hint(module: nn.Module) -> str:
     """Return advice to append to the error of a model that cannot be traced."""
     from deepspeed.ops.sparse_attention import SparseSelfAttention
 
+    if any(isinstance(each, QuantizedParameter) for each in module.parameters()):
+        return f". {QUANTIZED}"
     if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):
         return ""
     return (

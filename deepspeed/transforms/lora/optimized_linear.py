@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 import deepspeed.comm as dist
 from deepspeed.base.logging import warning_once
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.transforms.lora.config import LoRAConfig, QuantizationConfig
 from deepspeed.transforms.lora.quantization import (
     QuantizedLinear,
@@ -79,6 +81,9 @@ class LoRAOptimizedLinear(nn.Module):
         ValueError: no ``lora_config``, or an invalid one (`LoRAConfig`).
     """
 
+    tp_classes: ClassVar[Mapping[str, type[nn.Module]]] = {}
+    """The split forms, which `parallel/tensor/low_rank.py` declares."""
+
     def __init__(
         self,
         input_dim: int,
@@ -102,7 +107,7 @@ class LoRAOptimizedLinear(nn.Module):
         self.linear_cls = linear_cls
         self.disabled = False
         self.offloads = lora_config.offload or lora_config.offload_ratio >= 0.5
-        self._initialized = False
+        self.has_adapters = False
         plain: Any = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
         self.quantizes_loaded = False
         self.weight = plain.weight.requires_grad_(False)  # not a copy: it may already be partitioned
@@ -119,11 +124,11 @@ class LoRAOptimizedLinear(nn.Module):
         """Create the adapters and quantize the weight, if not done yet. The adapters are then trained."""
         if self.disabled:
             return
-        if self._initialized:
+        if self.has_adapters:
             for adapter in (self.lora_weight_1, self.lora_weight_2):
                 adapter.requires_grad_(True)
             return
-        self._initialized = True
+        self.has_adapters = True
         config, like = self.lora_config, {"device": self.weight.device, "dtype": self.dtype}
         self.lora_scaling_factor = config.lora_alpha / config.lora_r
         make: Any = self.linear_cls  # not nn.Linear, which `Init` replaces
@@ -144,7 +149,7 @@ class LoRAOptimizedLinear(nn.Module):
     def merged_weight(self) -> Tensor:
         """Return the weight [outputs, inputs] of an equivalent plain layer, with the adapters merged."""
         weight = self.full_weight().detach()
-        if not self._initialized:
+        if not self.has_adapters:
             return weight
         added = self.lora_weight_2.weight.detach() @ self.lora_weight_1.weight.detach()
         return weight + (self.lora_scaling_factor * added).to(weight.device, weight.dtype)
@@ -155,7 +160,7 @@ class LoRAOptimizedLinear(nn.Module):
         return torch.matmul(rows, weight.t()).view(*input.shape[:-1], weight.shape[0])
 
     def forward(self, input_tensor: Tensor) -> Tensor:
-        if not self._initialized:
+        if not self.has_adapters:
             return functional.linear(input_tensor, self.weight, self.bias)
         base = frozen_linear(input_tensor, self.weight, self.bias)
         return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(input_tensor))
@@ -167,7 +172,7 @@ class LoRAOptimizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         stored = self.quantization_config
-        kind = f"{stored.q_bits} bits" if stored is not None and self._initialized else str(self.dtype)
+        kind = f"{stored.q_bits} bits" if stored is not None and self.has_adapters else str(self.dtype)
         return f"input_dim={self.input_dim}, output_dim={self.output_dim}, r={self.lora_config.lora_r}, weight={kind}"
 
 
@@ -193,8 +198,15 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict, on the host, of the plain model equivalent to ``model``: weights in floating point, with
     adapters merged. It loads into the unmodified model class, for generation or saving.
 
-    Collective at ZeRO stage 3: modules are gathered one after another, and every rank gets all weights.
+    Collective at ZeRO stage 3: modules are gathered one after another, and every rank gets all weights. ValueError:
+    tensor parallelism has split some.
     """
+    cut = [name for name, param in model.named_parameters() if placement_of(param).split]
+    if cut:
+        raise ValueError(
+            f"merged_state_dict: {len(cut)} weights such as {cut[0]} are split over ranks: save a checkpoint and load "
+            "it into an engine without tensor or expert parallelism first"
+        )
     state: dict[str, Tensor] = {}
     _collect(model, "", state)
     return state
