@@ -70,10 +70,8 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
 def known_refusal(cell: Cell) -> bool:
     """Return whether the cell is refused on principle: drawn only if the requested pair itself implies it."""
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
-    return (
-        (cell.tier == "zenflow" and cell.optimizer not in elementwise)
-        or (cell.axis("tp") > 1 and cell.lora)
-        or (cell.sends_signs and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics"))
+    return (cell.tier == "zenflow" and cell.optimizer not in elementwise) or (
+        cell.sends_signs and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics")
     )
 
 

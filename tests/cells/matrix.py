@@ -156,9 +156,9 @@ def page(results: Results) -> str:
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "
         f"compared. {shares}: {results.outcomes['equal'] / total:.1%} are equal, {results.by_noise} of them within the "
         "difference that rounding alone causes in plain PyTorch, the rest within the tolerances below. "
-        f"Of {len(draw.pairs())} pairs that a "
-        f"config can express, {len(results.covered)} were drawn, "
-        f"{sum(count > 1 for count in results.covered.values())} at least twice.",
+        f"{len(results.covered)} pairs of features were drawn, "
+        f"{sum(count > 1 for count in results.covered.values())} of them at least twice; of "
+        f"{len(draw.pairs())} pairs random completion finds a config.",
         "",
         "`make cells N=200 SEED=7` draws and runs more; a failing cell is reduced and written as a script.",
         "",
