@@ -23,10 +23,11 @@ FAMILIES = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi phi3 gpt2 gptj gpt_neo gpt_neox gpt_bigcode "
     "codegen opt bloom mpt falcon falcon_grouped falcon_alibi olmo olmo2 glm glm4 cohere cohere2 stablelm "
     "starcoder2 granite smollm3 nemotron persimmon exaone4 mixtral qwen2_moe qwen3_moe deepseek_v3 "
-    "gpt_oss bert roberta distilbert electra vit t5 bart"
+    "gpt_oss bert roberta distilbert electra vit t5 bart unet"
 ).split()
-"""Tiny models of Transformers (`tests/clients/architectures.py`), drawn separately: it may not be installed. Their
-``lora`` is PEFT's."""
+"""Tiny models of Transformers (`tests/clients/architectures.py`) and a UNet, drawn separately: it may not be installed.
+Their ``lora`` is PEFT's."""
+IMAGES = ("vit", "unet")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
@@ -248,7 +249,8 @@ def _why_no_feature(cell: Cell) -> str:
         or (cell.lora and cell.parameters != "all")
         or cell.fp8
         or cell.layer_drop
-        or (cell.model == "vit" and (cell.lengths, cell.data, cell.generate) != ("whole", "even", False))
+        or (cell.model in IMAGES and (cell.lengths, cell.data, cell.generate) != ("whole", "even", False))
+        or (cell.model == "unet" and (cell.lora or cell.axes != "dp"))
     ):
         return "is part of this folder's own models"
     if cell.order == "interleaved" and cell.accumulation % 2:

@@ -28,8 +28,8 @@ MATRIX: dict[str, tuple[Any, ...]] = {
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Transformers models are drawn with the features that do not change their layers. Cells cannot express yet: more "
-    "than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with the "
+    "Transformers models and the UNet are drawn with the features that do not change their layers. Cells cannot "
+    "express yet: more than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with the "
     "backends that trace and do not generate code); learned masks, ranges from statistics and MoQ; devices other "
     "than CPUs. The 1-bit optimizers exchange their signs without loss here, so that the update is a formula of the "
     "gradients. Quantized weights (qwZ), quantized gradients (qgZ), the int8 codec and sums in bf16 are compared "
@@ -42,8 +42,10 @@ NEAR = (
     "Losses and norms may differ by these relative amounts, a weight by this fraction of its distance from the initial "
     "value. Some cells are more sensitive than others of the same precision, for example if an optimizer divides by a "
     "gradient that is nearly zero in 16 bits. A cell outside of these tolerances gets its own: plain PyTorch trains it "
-    "four more times with weights perturbed by half a unit in the last place, and twice the largest resulting "
-    "difference is allowed."
+    "up to twelve more times with weights perturbed by half a unit in the last place, or codes of another layout, and "
+    "twice the largest resulting difference is allowed. Where a 1-bit optimizer gets gradients of few bits in an "
+    "unknown layout, the furthest sixteenth of a tensor's elements is left out: it divides by variances that the codes "
+    "may have rounded to nothing."
 )
 
 
@@ -150,7 +152,7 @@ def page(results: Results) -> str:
         "",
         "For anyone who asks whether two features work together. "
         f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks, "
-        f"{len(results.families)} families of Transformers): "
+        f"{len(results.families - {'unet'})} families of Transformers and a UNet): "
         "combinations of features, drawn so that every pair occurs, each trained for "
         f"{STEPS} steps against plain PyTorch in one process that sees the data of all ranks. Losses of every "
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "

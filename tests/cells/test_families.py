@@ -19,6 +19,8 @@ CELLS = [
     "model=t5 ranks=2 axes=tp stage=1",
     "model=mixtral ranks=2 stage=3 buckets=tiny",
     "model=vit ranks=2 stage=1 optimizer=Muon",
+    "model=unet ranks=2 stage=3 accumulation=3",
+    "model=unet ranks=4 stage=2 shards=mics optimizer=Muon resume=dp",
     "model=qwen3 ranks=2 stage=3 lora=true",
     "model=gptj ranks=2 optimizer=Muon",
     "model=mixtral ranks=2 stage=3 optimizer=Muon",
@@ -37,7 +39,7 @@ def test_the_families_are_the_architectures() -> None:
     """All that have logits."""
     from tests.clients.architectures import ARCHITECTURES
 
-    assert set(FAMILIES) == set(ARCHITECTURES) - {"clip"}
+    assert set(FAMILIES) == {*ARCHITECTURES, "unet"} - {"clip"}
 
 
 def test_every_family_has_its_turn() -> None:
