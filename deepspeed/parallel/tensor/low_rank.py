@@ -36,7 +36,8 @@ class _Adapted(TensorParallelLayer):
                 "LoRAOptimizedLinear with delay_lora_init is split by tensor parallelism only after init_lora(): call "
                 "it, for example by deepspeed.linear.init_lora(model), before deepspeed.initialize"
             )
-        super().__init__(module, *args, **options)
+        split_weight: Any = super().__init__  # of the linear layer that follows among the bases
+        split_weight(module, *args, **options)
         for name, adapter in module.named_children():
             self.add_module(name, adapter)
 

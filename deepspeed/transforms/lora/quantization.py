@@ -123,12 +123,12 @@ def _restored(
     return made
 
 
-def _values(weight: nn.Parameter, like: Tensor) -> Tensor:
+def _values(weight: Tensor, like: Tensor) -> Tensor:
     own = weight.values_on(like.device) if isinstance(weight, QuantizedParameter) else weight.detach()
     return own.to(like.device, like.dtype)
 
 
-def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a linear layer with a frozen weight, which may be quantized and may be in host memory."""
     if not isinstance(weight, QuantizedParameter) and weight.device == input.device:
         return functional.linear(input, weight, bias)

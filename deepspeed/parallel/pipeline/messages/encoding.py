@@ -116,7 +116,7 @@ def _describe(value: Any, marks: list[Any], tensors: list[Tensor]) -> None:
         for item in value.values():
             _describe(item, marks, tensors)
     elif value is None or isinstance(value, PLAIN):
-        kind = next((each for each in PLAIN if isinstance(value, each)), type(None))
+        kind: Any = next((each for each in PLAIN if isinstance(value, each)), type(None))
         marks += type(value), kind.__repr__(value)  # a subclass's own could leave digits out
     else:
         raise PipelineError(
