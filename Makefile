@@ -59,7 +59,9 @@ bench: install-dev
 clients: install-clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
 		tests/clients tests/examples/test_clients.py "tests/examples/test_notebooks.py::test_a_notebook_runs[serving]" tests/examples/test_clusters.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
-		tests/zero/test_init_peak.py \
+		tests/zero/test_init_peak.py tests/cells/test_families.py tests/transforms/recompute/test_marked_inputs.py \
+		tests/inference/test_serve_command.py tests/inference/test_responses.py tests/examples/test_flops_profiler.py \
+		tests/examples/test_rlhf.py tests/examples/test_rlhf_ranks.py tests/benchmarks/test_quick.py \
 		"tests/pretended_gpu/test_benchmarks.py::test_a_script_ends_with_its_tables[lightning_strategy]"
 
 # Triton lies in a folder of its own, so that `make test` stays what it is, unless torch has brought it along. What it

@@ -269,6 +269,15 @@ def test_the_largest_files_and_functions() -> None:
     assert {name: lines for name, lines in functions.items() if lines > MAX_LINES_OF_A_FUNCTION} == {}
 
 
+def test_what_needs_client_libraries_runs_with_them() -> None:
+    """`make test` skips it, and would do so for ever."""
+    lists = (ROOT / "Makefile").read_text()
+    needing = re.compile(r"""importorskip\(["'](transformers|peft|accelerate|trl|datasets|openai)\b""")
+    files = (path for path in (ROOT / "tests").rglob("test_*.py") if needing.search(path.read_text()))
+    names = [str(path.relative_to(ROOT)) for path in files]
+    assert [name for name in names if not name.startswith("tests/clients/") and name not in lists] == []
+
+
 def test_files_named_in_documents_exist() -> None:
     folders = ("deepspeed", "tests", "docs", "tools", "examples", "benchmarks", "csrc")
     generated = ("examples/pretrain_gpt/out",)
