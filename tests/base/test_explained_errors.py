@@ -22,7 +22,7 @@ ANCHORS = re.findall(r'<a id="(\w+)"></a>`(\w+)`', (ROOT / "docs" / "troubleshoo
 
 CAUGHT = set(
     "AioFailure BatchError BudgetTooSmall CannotCount RecordInUse NoSuchFunction NotFiniteError NotChunkable "
-    "NotPerToken PackedWeightsError TraceError".split()
+    "NotPerToken PackedWeightsError Refused TraceError".split()
 )
 """Classes between two of our own functions: the caller makes an answer or another error of each."""
 
