@@ -67,11 +67,16 @@ def test_every_class_that_a_user_can_meet_is_explained() -> None:
 
 @pytest.mark.parametrize("name", sorted(CAUGHT))
 def test_the_others_are_caught_by_name(name: str) -> None:
+    nodes = [node for tree in trees() for node in ast.walk(tree)]
     handlers = [
         ast.unparse(node.type)
-        for tree in trees()
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ExceptHandler) and node.type is not None
+    ]
+    handlers += [  # of a web application
+        ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".exception_handler")
     ]
     assert any(re.search(rf"\b{name}\b", each) for each in handlers)
 
