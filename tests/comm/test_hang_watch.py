@@ -271,11 +271,11 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
     "torch's own collective": (
         "shared_memory",
         """
+        other = torch.distributed.new_group([0, 1])  # in one group, gloo would take one message for the other
         if rank == 0:
             torch.distributed.all_gather_object([None, None], "mine")
         else:
-            torch.distributed.broadcast(torch.ones(3), src=1)
-            torch.distributed.barrier()
+            torch.distributed.broadcast(torch.ones(3), src=0, group=other)
         """,
         r"rank 0 in all_gather_object of .* among ranks 0, 1.*rank 1 in broadcast of",
     ),
