@@ -16,3 +16,7 @@ class NormType(IntEnum):
     LayerNorm = 1
     GroupNorm = 2
     RMSNorm = 3
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
+"""Activations of gated feed-forward layers, which have two input projections."""

@@ -194,7 +194,9 @@ class DeepSpeedConfig:
         """Read the keys for how forward and backward run, and for pruning and quantization of the model."""
         self.compression_config = c.compression_training
         self.weight_quantization_config = c.weight_quantization
-        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
+        self.eigenvalue_config = eigenvalue = c.quantize_training.eigenvalue if c.quantize_training else None
+        self.eigenvalue_enabled = eigenvalue is not None and eigenvalue.enabled
+        self.eigenvalue_verbose = eigenvalue is not None and eigenvalue.verbose
         self.activation_checkpointing_config = c.activation_checkpointing
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
@@ -209,6 +211,7 @@ class DeepSpeedConfig:
     def _read_data_and_checkpoints(self, c: TrainingConfig) -> None:
         self.dataloader_drop_last = c.dataloader_drop_last
         self.vocabulary_size = c.vocabulary_size
+        self.nebula_config = c.nebula
         self.data_efficiency_config = c.data_efficiency.model_dump()
         self.data_efficiency_enabled = c.data_efficiency.enabled
         curriculum = c.curriculum_learning

@@ -53,6 +53,16 @@ class HFGPT2LayerPolicy:
         mlp = self.client_module.mlp
         return (*_operands(mlp.c_fc), *_operands(mlp.c_proj))
 
+    def layernorm(self) -> Operands:
+        """Return weight and bias of the norm at the feed-forward part, weight and bias of the one at the attention."""
+        return (*_operands(self.client_module.ln_2), *_operands(self.client_module.ln_1))
+
+    def get_hidden_heads(self) -> tuple[int, int, float, int]:
+        """Return (width, heads, epsilon of the norms, width of the feed-forward part)."""
+        layer = self.client_module
+        width = layer.ln_1.weight.shape[0]
+        return width, layer.attn.num_heads, layer.ln_1.eps, layer.mlp.c_fc.weight.shape[1]
+
 
 def _operands(part: Any) -> Operands:
     return part.weight, part.bias
