@@ -201,11 +201,11 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Collective at ZeRO stage 3: modules are gathered one after another, and every rank gets all weights. ValueError:
     tensor parallelism has split some.
     """
-    cut = [name for name, param in model.named_parameters() if placement_of(param).split]
+    cut = [name for name, param in model.named_parameters() if "tp" in placement_of(param).split]
     if cut:
         raise ValueError(
             f"merged_state_dict: {len(cut)} weights such as {cut[0]} are split over ranks: save a checkpoint and load "
-            "it into an engine without tensor or expert parallelism first"
+            "it into an engine without tensor parallelism first"
         )
     state: dict[str, Tensor] = {}
     _collect(model, "", state)

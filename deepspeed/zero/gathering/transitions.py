@@ -409,22 +409,17 @@ class Transitions:
         bucket = self.buckets[b]
         with self.lock:
             if persistent:
-                self._gather_now(b)
+                self._make_whole(b)
             bucket.persistent = persistent
             for param in bucket.params:
                 param.ds_persist = persistent  # type: ignore[attr-defined]
             self._gathered_outside_training.discard(b)
             self._reshard_if_idle(b)
 
-    def _gather_now(self, b: int) -> None:
-        """Gather a bucket, which may be whole on some ranks already. Collective."""
-        bucket = self.buckets[b]
-        if bucket.status is Status.GATHERED:
-            bucket.refresh().wait()
-            return
-        full = self.begin(b)
-        bucket.communicator.all_gather(full, bucket.device_shard()).wait()
-        self.arrived(b)
+    def _make_whole(self, b: int) -> None:
+        """Gather a bucket by hand, without a holder. Called by all ranks, of which some may have gathered it before."""
+        if self.buckets[b].status is Status.SHARDED:
+            self.gatherer.gather(b, Phase.MANUAL)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -439,6 +434,6 @@ class Transitions:
         a bucket before, and ended by now."""
         for b, bucket in enumerate(self.buckets):
             self.discard_lossy_copy(b)
-            if bucket.status is Status.SHARDED and bucket.shard is not None:
-                self.gatherer.gather(b, Phase.MANUAL)
+            if bucket.shard is not None:
+                self._make_whole(b)
             bucket.destroy()

@@ -59,9 +59,11 @@ def _will_arrive(param: nn.Parameter) -> bool:
 
 def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad`` although ``param`` may be sharded by now: torch compares the shapes."""
+    if grad is None or grad.shape == param.shape:
+        param.grad = grad
+        return
     data = param.data
-    if grad is not None:
-        param.data = grad.new_empty(()).expand_as(grad)
+    param.data = grad.new_empty(()).expand_as(grad)
     param.grad = grad
     param.data = data
 
