@@ -221,8 +221,10 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
         raise RuntimeError("expert groups need a process group: call deepspeed.init_distributed() first")
     name, mesh = f"ep_size_{size}", get_mesh()
     if mesh is not None:
-        for same in (False, True):
-            mesh.among(mesh.sharing_experts(size, same=same), same=same)
+        for same, registered in ((False, _registered.sharing), (True, _registered.same)):
+            group = mesh.among(mesh.sharing_experts(size, same=same), same=same).group
+            if group is not None:
+                registered[name] = group
         return
     if name in _expert_groups(same=True):
         return
@@ -417,3 +419,8 @@ bwc_tensor_model_parallel_world_size = partial(_call_getter, kinds=TENSOR, what=
 bwc_tensor_model_parallel_group = partial(_call_getter, kinds=TENSOR, what="group", otherwise=None)
 bwc_pipeline_parallel_world_size = partial(_call_getter, kinds=PIPELINE, what="world_size", otherwise=1)
 bwc_pipeline_parallel_group = partial(_call_getter, kinds=PIPELINE, what="group", otherwise=None)
+
+
+for _name, _getter in list(globals().items()):
+    if isinstance(_getter, partial):  # which has no name of its own for code that logs or wraps functions
+        setattr(_getter, "__name__", _name)  # noqa: B010 - the type has no such attribute

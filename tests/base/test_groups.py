@@ -22,6 +22,7 @@ def test_without_anything() -> None:
     assert groups.get_tensor_model_parallel_src_rank() == 0
     with pytest.raises(DeprecatedException, match="ep_size"):
         groups.initialize(ep_size=2)
+    assert groups._get_data_parallel_group.__name__ == "_get_data_parallel_group"
 
 
 @distributed(world_size=2)
@@ -61,6 +62,7 @@ def test_groups_of_experts_before_there_is_an_engine(data_before_experts: bool) 
             [rank // 2 * 2, rank // 2 * 2 + 1],
             [rank % 2, rank % 2 + 2],
         ]
+        assert groups._get_max_expert_parallel_group() is groups._get_expert_parallel_group("ep_size_2")
     finally:
         groups.set_mesh(None)
     assert groups._get_expert_parallel_group_dict() == {}
