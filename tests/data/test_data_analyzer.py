@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -218,3 +220,16 @@ def test_ranks_of_the_distributed_analysis(tmp_path: Path) -> None:
     analyzer = DistributedDataAnalyzer(Sentences(), save_path=str(tmp_path), device="cpu", **METRICS)
     analyzer.run_map_reduce()
     check(tmp_path)
+
+
+@distributed(world_size=2)
+def test_steps_of_the_distributed_analysis(tmp_path: Path) -> None:
+    analyzer = DistributedDataAnalyzer(Sentences(), save_path=str(tmp_path), device="cpu", **METRICS)
+    queues: list[queue.Queue[Any]] = [queue.Queue() for _ in METRICS["metric_names"]]
+    found = analyzer.run_map_helper(0, queues)
+    assert all(each.get_nowait() == (0, metric) for each, metric in zip(queues, found, strict=True))
+    rank = dist.get_rank()
+    analyzer.file_write_ordered([torch.full((rank + 1,), rank)], str(tmp_path / "rows"), np.uint8)
+    dist.barrier()
+    rows = MMapIndexedDataset(str(tmp_path / "rows"), skip_warmup=True)
+    assert [row.tolist() for row in rows[:]] == [[0], [1, 1]]

@@ -141,6 +141,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         make_dataset(tmp_path / "no", "mmap") is None and module.infer_dataset_impl(tmp_path / "no") is None
     )
     assert module.get_available_dataset_impl() == ["lazy", "cached", "mmap"]
+    assert module.IndexedCachedDataset.supports_prefetch and not module.MMapIndexedDataset.supports_prefetch
     assert make_dataset(write(tmp_path / "x"), "other") is None
     with pytest.raises(ValueError, match="not an index"):
         MMapIndexedDataset(_older(tmp_path))

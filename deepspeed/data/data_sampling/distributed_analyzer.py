@@ -75,8 +75,11 @@ class DistributedDataAnalyzer:
         self.device = torch.device(device if available else "cpu")
         self.sample_indices = sample_indices
 
-    def run_map_helper(self, thread_id: int = 0) -> list[np.ndarray | None]:
-        """Return the metrics of one thread's part: values, or a sum (None: no samples)."""
+    def run_map_helper(
+        self, thread_id: int = 0, metric_queues: Sequence[Any] | None = None
+    ) -> list[np.ndarray | None]:
+        """Return the metrics of one thread's part: values, or a sum (None: no samples). Each is also put in the queue
+        of its metric, as (thread_id, metric)."""
         _, parts = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)
         found: list[list[np.ndarray]] = [[] for _ in self.metric_names]
         for _, batch in batches_of(self.dataset, *parts[thread_id], self.batch_size, self.collate_fn):
@@ -88,7 +91,10 @@ class DistributedDataAnalyzer:
                     found[index][0] += values
                 else:
                     found[index].append(values.copy())
-        return [np.concatenate(each) if each else None for each in found]
+        metrics = [np.concatenate(each) if each else None for each in found]
+        for queue, metric in zip(metric_queues or [], metrics, strict=bool(metric_queues)):
+            queue.put((thread_id, metric))
+        return metrics
 
     def run_map_reduce(self) -> None:
         """Compute and write everything. Collective."""
@@ -141,6 +147,14 @@ class DistributedDataAnalyzer:
         self._write_rows(rows, sample_dtype, pairs[:, 1].contiguous(), sizes)
         if self.worker_id == 0:
             merge_entries(rows, f"{rows}_percentile_merged", sample_dtype)
+
+    def file_write_ordered(self, tensor_list: Sequence[Tensor], fname: str, numpy_dtype: Any) -> None:
+        """Write the tensors of all ranks as entries of ``fname`` in rank order. Collective."""
+        sizes = torch.tensor([tensor.numel() for tensor in tensor_list], dtype=torch.int64)
+        flat = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(each.reshape(-1).cpu() for each in tensor_list)]
+        )
+        self._write_rows(fname, numpy_dtype, flat, sizes)
 
     def _write_rows(self, fname: str, dtype: Any, flat: Tensor, sizes: Tensor | None) -> None:
         """Write ``flat`` [n] int64 of all ranks as entries of ``sizes``; None: entries of one element. Collective."""

@@ -75,6 +75,7 @@ class _Entries(Dataset[Any]):
     """Entries of a pair of files, by number."""
 
     sizes: Any
+    supports_prefetch = False
 
     def get(self, idx: int) -> np.ndarray:
         """Return an entry. IndexError: out of range."""
@@ -328,6 +329,8 @@ class IndexedDataset(_Entries):
 
 class IndexedCachedDataset(IndexedDataset):
     """Keeps the entries passed to :meth:`prefetch` in memory."""
+
+    supports_prefetch = True
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
