@@ -15,7 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.config import constants
 from deepspeed.config.analysis import PASSED, analyse
 from deepspeed.config.axes import axes_of, global_rank, world_size
-from deepspeed.config.batch import BatchSizes
+from deepspeed.config.batch import BatchError, BatchSizes, resolve
 from deepspeed.config.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -124,6 +124,17 @@ class DeepSpeedConfig:
         self._read_execution(self._schema)
         self._read_data_and_checkpoints(self._schema)
         self._read_logging(self._schema)
+
+    def _configure_train_batch_size(self) -> None:
+        """Derive the batch attributes that are None from the others, as subclasses and tests of 0.19 do.
+        DeepSpeedConfigError: they do not fit together."""
+        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        try:
+            self.batch = batch = resolve(*given, self.world_size)
+        except BatchError as error:
+            raise DeepSpeedConfigError(str(error)) from None
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.train, batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
 
     def _read_gradients(self, c: TrainingConfig) -> None:
         self.managed_gradient_accumulation = c.managed_gradient_accumulation

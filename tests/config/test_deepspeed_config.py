@@ -517,6 +517,29 @@ def test_names_that_clients_import() -> None:
     assert deepspeed.DeepSpeedConfigError is DeepSpeedConfigError
 
 
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((32, 16, None), (32, 16, 2)),
+        ((None, 16, 2), (32, 16, 2)),
+        ((32, None, None), (32, 32, 1)),
+        ((33, 17, 2), None),
+        ((None, None, 2), None),
+    ],
+)
+def test_batch_sizes_of_the_attributes(given: Any, sizes: Any) -> None:
+    config = DeepSpeedConfig({"train_batch_size": 2})
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, value in zip(names, given, strict=True):
+        setattr(config, name, value)
+    if sizes is None:
+        with pytest.raises(AssertionError):
+            config._configure_train_batch_size()
+        return
+    config._configure_train_batch_size()
+    assert tuple(getattr(config, name) for name in names) == sizes
+
+
 def test_importing_and_making_a_config_stays_light() -> None:
     """No compiler, tokenizer or monitor comes along, no process group, no device memory."""
     code = (
