@@ -1,4 +1,4 @@
-"""Documented path of ``get_state_devices`` and of helpers that move Adam's state."""
+"""Documented path of ``get_state_devices`` and of helpers that move an optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed.config.sections.offload import OffloadStateTypeEnum
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
@@ -17,25 +17,40 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.devi
     return model.optimizer.mover.devices(OffloadStateTypeEnum(state))
 
 
-def offload_adam_states(
+def offload_optimizer_states(
     optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
-    """Move Adam's moments to ``device``; to pinned memory if ``pin_memory``, ``device`` is the host and there is a
-    GPU."""
+    """Move the tensors of an optimizer's state to ``device``; to pinned memory if ``pin_memory``, ``device`` is the
+    host and there is a GPU."""
     _move(optimizer, device, pin_memory, non_blocking)
 
 
-def reload_adam_states(optimizer: Any, device: torch.device | str, non_blocking: bool = False) -> None:
+def reload_optimizer_states(optimizer: Any, device: torch.device | str, non_blocking: bool = False) -> None:
     _move(optimizer, device, non_blocking=non_blocking)
 
 
-def _move(
+def offload_adam_states(
     optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
-    """Move the moments in place, so that every reference to them sees the move."""
+    """Move only Adam's moments, as `offload_optimizer_states`."""
+    _move(optimizer, device, pin_memory, non_blocking, keys=_MOMENTS)
+
+
+def reload_adam_states(optimizer: Any, device: torch.device | str, non_blocking: bool = False) -> None:
+    _move(optimizer, device, non_blocking=non_blocking, keys=_MOMENTS)
+
+
+def _move(
+    optimizer: Any,
+    device: torch.device | str,
+    pin_memory: bool = False,
+    non_blocking: bool = False,
+    keys: set[str] | None = None,
+) -> None:
+    """Move the tensors named by ``keys`` (None: all) in place, so that every reference to them sees the move."""
     for state in optimizer.state.values():
-        for key in _MOMENTS:
-            if isinstance(value := state.get(key), Tensor):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (keys is None or key in keys):
                 value.data = _moved(value.data, torch.device(device), pin_memory, non_blocking)
 
 

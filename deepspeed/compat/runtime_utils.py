@@ -15,6 +15,7 @@ from deepspeed.base.logging import is_rank_zero
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.rng import set_random_seed
 from deepspeed.comm import documented_groups as groups
+from deepspeed.compat.nested import rebuilt
 from deepspeed.compat.offload_states import offload_adam_states, reload_adam_states
 from deepspeed.ops.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.zero.tensor_norms import (
@@ -33,8 +34,9 @@ __all__ = [
     "clip_tensors_by_global_norm", "count_used_parameters_in_backward", "empty_cache",
     "get_global_norm", "get_global_norm_of_tensors", "get_ma_status",
     "get_norm_with_moe_layers_fast", "get_weight_norm",
-    "is_model_parallel_parameter", "move_to_device", "offload_adam_states", "partition_balanced",
-    "partition_uniform", "prefix_sum_inc", "reload_adam_states", "see_memory_usage", "set_random_seed",
+    "is_model_parallel_parameter", "mask_nan_or_inf_with_val_inplace", "move_to_device",
+    "offload_adam_states", "partition_balanced", "partition_uniform", "prefix_sum_inc",
+    "reload_adam_states", "see_memory_usage", "set_random_seed",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -58,19 +60,14 @@ def get_ma_status() -> int:
     return get_accelerator().memory_allocated() if is_rank_zero() else 0
 
 
+def mask_nan_or_inf_with_val_inplace(
+    input: Tensor, device: torch.device | str | None = None, val: float = -1.0
+) -> None:
+    """Set the entries of ``input`` that are not finite to ``val``. ``device`` is not needed."""
+    input.masked_fill_(~input.isfinite(), val)
+
+
 # --- Moving structures of tensors -----------------------------------------------------------------
-
-
-def rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``item`` with ``change`` applied to each leaf; dicts, lists and tuples keep their type."""
-    if isinstance(item, dict):
-        changed = {key: rebuilt(value, change) for key, value in item.items()}
-        return changed if type(item) is dict else type(item)(changed)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(rebuilt(value, change) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(rebuilt(value, change) for value in item)
-    return change(item)
 
 
 def move_to_device(

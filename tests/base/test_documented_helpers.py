@@ -292,6 +292,16 @@ def test_states_of_an_adam_move_and_stay_the_same_objects(monkeypatch: pytest.Mo
         move(adam, "cpu")
         assert {key for key in state if not torch.equal(state[key], old[key])} == moments
         assert all(state[key] is before[key] for key in before)
+    for move in (optimizer_states.offload_optimizer_states, optimizer_states.reload_optimizer_states):
+        old = {key: value.clone() for key, value in state.items()}
+        move(adam, "cpu")
+        assert all(torch.equal(state[key], old[key] + 1) and state[key] is before[key] for key in before)
+
+
+def test_values_that_are_not_finite_are_masked() -> None:
+    norms = torch.tensor([float("nan"), float("inf"), float("-inf"), 2.0])
+    ds.mask_nan_or_inf_with_val_inplace(norms, device=norms.device, val=1.5)
+    assert norms.tolist() == [1.5, 1.5, 1.5, 2.0]
 
 
 def test_parameters_summed_in_the_dtype_of_autocast() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.compat.runtime_utils import rebuilt
+from deepspeed.compat.nested import rebuilt
 
 _CPU = torch.device("cpu")
 
