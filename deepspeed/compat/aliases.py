@@ -227,6 +227,7 @@ _NAMES_BY_MODULE = {
     "deepspeed.ops": {
         "deepspeed.ops.transformer.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     },
+    "deepspeed.ops.adam.fused_adam": {"deepspeed.ops.adam.multi_tensor_apply": "multi_tensor_applier"},
     "deepspeed.ops.op_builder.async_io": {"deepspeed.ops.op_builder": "AsyncIOBuilder"},
     "deepspeed.ops.op_builder.evoformer_attn": {"deepspeed.ops.op_builder": "EvoformerAttnBuilder"},
     "deepspeed.ops.op_builder.gds": {"deepspeed.ops.op_builder": "GDSBuilder"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
+from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from deepspeed.ops.op_builder import PinMemoryBuilder, SpatialInferenceBuilder
 from deepspeed.ops.transformer.inference.bias_add import nhwc_bias_add
 from deepspeed.ops.triton_ops.group_gemm_triton import group_gemm_triton
@@ -87,3 +87,4 @@ def test_an_op_over_lists_is_called_with_its_chunk_size():
     lists = [[torch.ones(2)], [torch.ones(2)]]
     found = MultiTensorApply(2048)(lambda *given: given, torch.zeros(1), lists, 0.5)
     assert found[0] == 2048 and found[2] is lists and found[3] == 0.5
+    assert multi_tensor_applier.chunk_size == 1 << 16

@@ -25,3 +25,6 @@ class MultiTensorApply:
         *args: Any,
     ) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
