@@ -90,6 +90,7 @@ def test_biases_and_masks() -> None:
     assert changed(scores, [], allowed_token_ids=(1, 3)) == [low, 1, low, -1, low]
     assert changed(scores, [], min_new_tokens=1, stop_token_ids=(0,)) == [low, 1, 0, -1, -2]
     assert changed(scores, [3], min_new_tokens=1, stop_token_ids=(0,)) == [2, 1, 0, -1, -2]
+    assert changed(scores, [], min_new_tokens=1, stop_token_ids=(5, 0, -1)) == [low, 1, 0, -1, -2]
     words = ((2,), (3, 3, 1))
     assert changed(scores, [3, 3], bad_words=words) == [2, low, low, -1, -2]
     assert changed(scores, [3], [3], bad_words=words) == [

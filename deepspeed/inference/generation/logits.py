@@ -134,7 +134,9 @@ def _forbidden(request: Request) -> list[int]:
 
 
 def _exclude(scores: Tensor, excluded: Iterable[tuple[int, Sequence[int]]]) -> None:
-    pairs = [(row, token) for row, tokens in excluded for token in tokens]
+    # Models and clients may name stop tokens outside the vocabulary, which never come.
+    known = range(scores.shape[-1])
+    pairs = [(row, token) for row, tokens in excluded for token in tokens if token in known]
     if pairs:
         at = torch.tensor(pairs, device=scores.device)
         scores[at[:, 0], at[:, 1]] = -torch.inf
