@@ -55,7 +55,10 @@ class FusedAdapters:
         """Restore the original weights; no-op if not fused."""
         if not self.fused:
             return
-        for (_, (_, unfuse)), (weight, before) in zip(self._layers, self._kept, strict=True):
+        # The last first: of a weight that layers share, only the first copy is without any adapter.
+        for (_, (_, unfuse)), (weight, before) in zip(
+            reversed(self._layers), reversed(self._kept), strict=True
+        ):
             unfuse()
             weight.copy_(before)
         self._kept.clear()

@@ -37,3 +37,12 @@ def test_layers_without_methods_are_fused_by_their_parts() -> None:
         torch.testing.assert_close(module(inputs), expected)
     assert all(torch.equal(module[place].weight, kept) for place, kept in zip((0, 3), before, strict=True))
     assert torch.equal(module(inputs), expected)
+
+
+def test_a_weight_that_layers_share_is_restored() -> None:
+    module = nn.Sequential(Parts(), Parts())
+    module[1].weight = module[0].weight
+    before = module[0].weight.clone()
+    with FusedAdapters(module).during():
+        assert not torch.equal(module[0].weight, before)
+    assert torch.equal(module[0].weight, before)
