@@ -113,3 +113,9 @@ def test_the_dashboard_asks_for_series_that_are_there() -> None:
     metrics = Metrics()
     metrics.finished("stop", 1.0)
     assert len(asked) > 12 and asked <= {name for name, _ in page(metrics)}
+
+
+def test_large_counters_keep_their_last_digit() -> None:
+    metrics = Metrics()
+    metrics.computed(123_456_789, 7)
+    assert page(metrics)["vllm:prompt_tokens_total", 'model_name="m",engine="0"'] == 123_456_789

@@ -143,7 +143,7 @@ _COUNTERS = {
 
 def _value(name: str, kind: str, labels: str, value: float) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
-    yield f"{name}{{{labels[:-1]}}} {value:g}"
+    yield f"{name}{{{labels[:-1]}}} {value:.15g}"
 
 
 def _escaped(label: str) -> str:
