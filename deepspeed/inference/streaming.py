@@ -232,15 +232,16 @@ class StreamedWeights:
         if slot is None:
             return None
         self._finish(slot)
-        slot.unit = number
+        slot.unit = None
         slot.ticket = self.store.start(slot.buffer, self.units[number].region)
-        slot.pending = True
+        slot.unit, slot.pending = number, True
         return slot
 
     def _finish(self, slot: _Slot) -> None:
         if slot.pending:
-            slot.pending = False
+            unit, slot.unit, slot.pending = slot.unit, None, False
             self.store.finish(slot.ticket)
+            slot.unit = unit  # not after an error: the buffer does not have its weights
 
     def _slot_of(self, number: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.unit == number), None)

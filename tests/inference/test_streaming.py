@@ -163,3 +163,16 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.init_inference(Deep(), dtype="fp32", zero=zero)
     assert deepspeed.init_inference(Deep(), dtype="fp32", zero={"stage": 1}).streamed is None
+
+
+def test_a_read_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, module = Deep().eval(), Deep().eval()
+    store = HostStore(torch.device("cpu"), pin=False)
+    # Every part has a buffer of its own, and would stay there.
+    StreamedWeights(module, store, torch.device("cpu"), ahead=99, least=1000)
+    with torch.no_grad():
+        for name in ("start", "finish"):
+            with monkeypatch.context() as patched, pytest.raises(OSError):
+                patched.setattr(HostStore, name, lambda *_: (_ for _ in ()).throw(OSError("broken")))
+                module(TOKENS)
+        assert torch.equal(module(TOKENS), plain(TOKENS))
