@@ -237,6 +237,17 @@ def test_a_token_outside_the_vocabulary_is_an_error(wrong: int, runs: list[int])
             generate(torch.tensor([[5, 6, wrong]]), max_new_tokens=2, pad_token_id=0)
 
 
+def test_weights_that_are_cast_are_not_read_as_before(runs: list[int]) -> None:
+    module, generation = make("llama").eval(), FusedGeneration()
+    given = {"input_ids": PROMPTS, "attention_mask": MASK, "pad_token_id": 0, "do_sample": False}
+    generation.generate(module, max_new_tokens=4, **given)
+    assert runs
+    runs.clear()
+    module.half()  # the kernels do not read this type
+    wanted = module.generate(max_new_tokens=4, **given)
+    assert torch.equal(generation.generate(module, max_new_tokens=4, **given), wanted) and not runs
+
+
 def test_a_streamer_is_fed() -> None:
     class Stream(transformers.generation.BaseStreamer):
         def __init__(self) -> None:

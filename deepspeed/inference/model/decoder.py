@@ -26,6 +26,8 @@ from deepspeed.ops.host_graph import Activation, GraphMatrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
 _LINEAR = (nn.Linear, NativeLinear, HostLinear, IntegerLinear)
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights that the host's kernels read."""
 _ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary types that do not depend on the sequence length."""
 _ACTIVATIONS = {
@@ -173,7 +175,7 @@ def decoder_of(
         _norm(found.model, "norm"),
         _linear(found, "lm_head"),
     )
-    if on_host and decoder.dtype not in (torch.float32, torch.bfloat16):
+    if on_host and decoder.dtype not in DTYPES:
         raise LayoutError(f"no kernels for weights of {decoder.dtype}")
     if decoder.watch.is_disturbed():
         raise LayoutError("some of its modules have hooks or another forward")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
-from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
+from deepspeed.inference.model.decoder import DTYPES, Decoder, Layer, decoder_of, matrix_of
 from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
@@ -57,9 +57,10 @@ class FusedLayout(PackedLayout):
 
     def supports(self, tokens: int) -> bool:
         """Return whether a forward of this many tokens is one call; never while modules have hooks."""
-        return tokens <= self.max_fused_tokens and not (
-            self._decoder is None or self._decoder.watch.is_disturbed()
-        )
+        decoder = self._decoder
+        if decoder is None or decoder.dtype not in DTYPES or decoder.watch.is_disturbed():
+            return False  # weights may have been cast since they were learned
+        return tokens <= self.max_fused_tokens
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
