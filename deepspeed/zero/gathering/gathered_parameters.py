@@ -65,11 +65,17 @@ class GatheredParameters:
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
         asked = {id(param) for param in first}
-        self._held = [b for b in _buckets_of(first) if all(id(param) in asked for param in b.params)]
-        for bucket in self._held:
-            bucket.transitions.hold(bucket.layout.index)
-        held = set(self._held)
-        zero_params.all_gather(None, param_list=[param for param in first if param.ds_owner not in held])
+        self._held: list[ShardedBucket] = []
+        try:
+            for bucket in _buckets_of(first):
+                if all(id(param) in asked for param in bucket.params):
+                    self._held.append(bucket)
+                    bucket.transitions.hold(bucket.layout.index)
+            held = set(self._held)
+            zero_params.all_gather(None, param_list=[param for param in first if param.ds_owner not in held])
+        except BaseException:
+            self._partition(kept=False)
+            raise
         checked = [p for p in self.params if getattr(p, zero_params.CHECKS_WRITES, False)]
         self._versions = [
             (p, p._version) for p in checked if self.modifier_rank is None and not p.is_inference()

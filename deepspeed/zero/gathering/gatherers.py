@@ -75,13 +75,15 @@ class ReadingGatherer(Gatherer):
             self._read_ahead(trace)
 
     def _start(self, index: int) -> None:
-        self.in_flight[index] = self.read(index, self.transitions.begin(index))
+        full = self.transitions.begin(index)
+        try:
+            self.in_flight[index] = self.read(index, full)
+        except BaseException:
+            self.transitions.arrived(index, failed=True)
+            raise
 
     def _finish(self, index: int) -> None:
-        try:
-            self.in_flight.pop(index)()
-        finally:
-            self.transitions.arrived(index)
+        self.complete(index, self.in_flight.pop(index))
 
     def _finish_all(self) -> None:
         for index in list(self.in_flight):
@@ -120,10 +122,7 @@ class FetchingGatherer(Gatherer):
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         full = self.transitions.begin(index)
-        try:
-            self.server.fetch(index, full, phase)
-        finally:
-            self.transitions.arrived(index)
+        self.complete(index, lambda: self.server.fetch(index, full, phase))
 
     def shards_written(self) -> None:
         self.server.advance()

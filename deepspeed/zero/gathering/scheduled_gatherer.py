@@ -199,10 +199,7 @@ class ScheduledGatherer(FetchingGatherer):
     def _finish(self, index: int) -> None:
         pending = self.in_flight.pop(index)
         self._ahead -= self.buckets[index].layout.padded_numel
-        try:
-            pending.wait()
-        finally:
-            self.transitions.arrived(index)
+        self.complete(index, pending.wait)
 
     # Sums (``LaunchTurns`` of the reducer) ------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -170,14 +170,26 @@ class ShardServer:
         mine = self.communicator.rank
         full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
         others = [rank for rank in range(self.communicator.size) if rank != mine]
-        for rank in others:
-            try:
-                self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
-            except OSError as error:
-                raise self._lost_error(rank, error) from error
-        for rank in others:
-            self._receive(rank, full[rank * n : (rank + 1) * n])
+        with self._whole_answers():
+            for rank in others:
+                try:
+                    self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
+                except OSError as error:
+                    raise self._lost_error(rank, error) from error
+            for rank in others:
+                self._receive(rank, full[rank * n : (rank + 1) * n])
         self.fetches += 1
+
+    @contextlib.contextmanager
+    def _whole_answers(self) -> Iterator[None]:
+        """Hang up if the block, which reads answers, raises: what is left of them would be read as the next ones."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too, after which scripts save the weights
+            for connection in self._peers.values():
+                connection.close()
+            self._peers.clear()
+            raise
 
     def _receive(self, rank: int, target: Tensor) -> None:
         host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
@@ -194,9 +206,10 @@ class ShardServer:
             return self.rendezvous.join(0, arrival)
         fields = [arrival.intent, arrival.proposal, arrival.patience_s]
         try:
-            connection = self._connection(0)
-            connection.sendall(_REQUEST.pack(_RENDEZVOUS, 0) + pack_message(fields))
-            return _read_message(connection)
+            with self._whole_answers():
+                connection = self._connection(0)
+                connection.sendall(_REQUEST.pack(_RENDEZVOUS, 0) + pack_message(fields))
+                return _read_message(connection)
         except OSError as error:
             raise self._lost_error(0, error, "announce the next gathers") from error
 

@@ -107,6 +107,13 @@ class ShardedBucket(ParamBucket):
             param.data = view
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
+    def failed(self) -> None:
+        """GATHERING -> SHARDED. The memory stays until the next gather: a transfer may still write to it."""
+        self.status = Status.SHARDED
+        for param in self.params:
+            whole = param.shape == param.ds_shape  # type: ignore[attr-defined]  # gathered alone
+            zero_params.mark([param], zero_params.ZeroParamStatus["AVAILABLE" if whole else "NOT_AVAILABLE"])
+
     def reshard(self) -> None:
         """GATHERED -> SHARDED: free the memory (Note: gather and reshard)."""
         assert self.full is not None

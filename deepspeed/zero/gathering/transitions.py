@@ -5,8 +5,8 @@
 ```
              begin                    arrived
    SHARDED ---------> GATHERING ----------------> GATHERED: held, idle or persistent
-      ^                                               |
-      +------------- reshard (idle), evict -----------+
+      ^                   | arrived(failed)           |
+      +-------------------+- reshard (idle), evict ---+
 ```
 
 GATHERED has three kinds. *Held*: it has at least one holder. *Idle*: it has none; its memory may be freed at any
@@ -42,7 +42,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -151,6 +151,15 @@ class Gatherer:
         """Connect to ``transitions``, which requests gathers and is notified of the beginning and end of each."""
         self.transitions = transitions
         self.lock = transitions.lock
+
+    def complete(self, index: int, wait: Callable[[], object]) -> None:
+        """End the gather of bucket ``index``, whose last shards arrive in ``wait``."""
+        try:
+            wait()
+        except BaseException:
+            self.transitions.arrived(index, failed=True)
+            raise
+        self.transitions.arrived(index)
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
@@ -346,12 +355,16 @@ class Transitions:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: only a SHARDED one can be gathered")
         return bucket.allocate()
 
-    def arrived(self, b: int) -> None:
-        """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is being raised."""
+    def arrived(self, b: int, *, failed: bool = False) -> None:
+        """GATHERING -> GATHERED: the buffer holds every shard. ``failed``: GATHERING -> SHARDED, as it holds only some,
+        which a later use would take for the weights."""
         bucket = self.buckets[b]
         if bucket.status is not Status.GATHERING:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: no gather is in flight")
-        bucket.arrived()
+        if failed:
+            bucket.failed()
+        else:
+            bucket.arrived()
 
     # Resharding ---------------------------------------------------------------------------------------------
 
