@@ -157,6 +157,17 @@ def test_rounded_at_random(codec: str, stage: int, feedback: bool, tmp_path: Pat
     assert train(start(codec, stage, feedback), 0, 10) != losses[:10]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=2)
+def test_a_load_drops_what_is_owed(stage: int, tmp_path: Path) -> None:
+    """What was not sent belongs to the run that is given up: a checkpoint from before it owes nothing."""
+    engine = start("signs", stage)
+    engine.save_checkpoint(tmp_path)
+    losses = train(engine, 0, 3)
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, 0, 3) == losses
+
+
 @distributed(world_size=2)
 def test_an_overflow_leaves_no_trace() -> None:
     """A step with gradients that are not finite is skipped, and what is owed stays finite."""

@@ -54,6 +54,9 @@ class ErrorFeedback:
     def saved(self) -> dict[str, Any] | None:
         return None if self.error is None else {"sums": self.sums, "error": self.error}
 
+    def forget(self) -> None:
+        self.error, self.sums = None, 0
+
     def restore(self, saved: Mapping[str, Any], device: torch.device) -> None:
         self.sums, self.error = int(saved["sums"]), saved["error"].to(device)
 
@@ -155,6 +158,9 @@ class CompressedSum:
         if self.worker_error is None:
             return None
         return {"worker": self.worker_error, "server": self.server_error}
+
+    def forget(self) -> None:
+        self.worker_error = self.server_error = None
 
     def restore(self, saved: Mapping[str, Any], device: torch.device) -> None:
         self.worker_error, self.server_error = saved["worker"].to(device), saved["server"].to(device)

@@ -60,6 +60,10 @@ class ErrorFeedback(Protocol):
         """Return the state for a checkpoint; None: nothing yet."""
         ...
 
+    def forget(self) -> None:
+        """Drop the state, as before the first sum."""
+        ...
+
     def restore(self, saved: Mapping[str, Any], device: torch.device) -> None: ...
 
 

@@ -101,6 +101,8 @@ class RankState:
         """Restore the error feedback of wire formats. It belongs to one layout and format of buckets, and is reset
         for any other."""
         feedbacks = self._feedbacks()
+        for feedback in feedbacks.values():  # of what was trained before this load
+            feedback.forget()
         if not feedbacks:
             return []
         wire = saved[rank].get(WIRE, {}) if len(saved) == ranks else {}
