@@ -146,14 +146,6 @@ class Restorer:
                     needed.append(target)
         return needed
 
-    def count_common(self) -> int:
-        """Count how many of the module's parameters the checkpoint has."""
-        return sum(self.catalog.find([name]) is not None for name in self.own_parameters)
-
-    @property
-    def own_parameters(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-
     def check_names(self) -> None:
         """Report names that are only in the model or only in the checkpoint: an error if strict. Names within nested
         dicts are left to the model."""

@@ -122,11 +122,12 @@ def _load(
 
 def _check_common_parameters(restorer: Restorer, ranks: Ranks) -> None:
     """Refuse a checkpoint that has no parameter in common with the model. Collective."""
-    own, found = restorer.own_parameters, restorer.count_common()
+    catalog = restorer.catalog
+    own = [name for name, _ in restorer.module.named_parameters(remove_duplicate=False)]
+    found = sum(catalog.find([name]) is not None for name in own)
     loaded, expected = ranks.any_each([found, len(own)])
     if loaded or not expected:
         return
-    catalog = restorer.catalog
     saved = sorted({*catalog.module, *catalog.fragments})
     raise CheckpointError(
         f"nothing was loaded from {catalog.folder}: 0 of the {len(own)} parameters of the model are in it. "
@@ -335,6 +336,8 @@ def _restore_run_state(
         )
         engine.skipped_steps = int(saved.get("skipped_steps", 0))
         engine.clock.micro_steps = engine.global_steps * engine._config.gradient_accumulation_steps
+        if engine.state_access is not None:  # the batch in progress is over
+            engine.state_access.load_pending_gradients(None)
         schedule = getattr(engine, "random_ltd_scheduler", None)
         if schedule is not None and saved.get(RANDOM_LTD) is not None:
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
@@ -388,7 +391,6 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
         index.get("world_size") == engine.world_size
         and index.get("accumulation_steps") == engine._config.gradient_accumulation_steps
     )
-    state.load_pending_gradients(None)
     if same:
         engine.clock.micro_steps = int(index["micro_steps"])
         engine.clock.position = int(index.get("accumulated", engine.clock.position))

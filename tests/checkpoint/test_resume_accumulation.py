@@ -149,3 +149,19 @@ def test_another_cut_drops_what_was_summed(tmp_path):
     resumed.load_checkpoint(tmp_path)
     assert resumed.state_access.pending_gradients() is None
     assert resumed.micro_steps == STEPS
+
+
+@distributed(world_size=1)
+def test_a_load_without_optimizer_states_begins_a_batch(tmp_path: Any) -> None:
+    """Gradients of the weights from before the load are not added to those of the new ones."""
+    norms = []
+    for begun in (0, 1):
+        engine = make(1, "fp32")
+        engine.save_checkpoint(tmp_path)
+        for number in range(begun + STEPS):
+            if number == begun:
+                engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+            engine.backward(engine(torch.ones(2, 6), True).square().sum())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
