@@ -312,3 +312,15 @@ def test_split_layers_begin_anew(tmp_path: Any) -> None:
             assert steps_of(resumed) == steps
             resumed.destroy()
         engine.destroy()
+
+
+@distributed(world_size=1)
+def test_a_load_frees_the_former_packed_state(tmp_path: Any) -> None:
+    engine = start(with_zenflow(config_of(2)))
+    train(engine, 0, 6)
+    engine.save_checkpoint(tmp_path)
+    packed = engine.core.executor.zenflow._packed_optimizer.state
+    held = len(packed)
+    for _ in range(2):
+        engine.load_checkpoint(tmp_path)
+        assert len(packed) == held > 0

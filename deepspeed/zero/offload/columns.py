@@ -28,11 +28,6 @@ def columns_of(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def number_chosen(num_columns: int, topk_ratio: float) -> int:
-    """Return the number of columns to choose from ``num_columns``: that ratio, and at least one."""
-    return min(num_columns, max(1, round(topk_ratio * num_columns)))
-
-
 @dataclass(frozen=True)
 class ColumnChoice:
     """Chooses ``ratio`` of the columns of each weight of ``store``, at least one if it is positive."""
@@ -79,7 +74,8 @@ class ColumnChoice:
     def _top_columns(self, sums: Tensor) -> Tensor:
         mask = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         if self.ratio > 0:
-            mask[sums.topk(number_chosen(len(sums), self.ratio)).indices] = True
+            number = min(len(sums), max(1, round(self.ratio * len(sums))))
+            mask[sums.topk(number).indices] = True
         return mask
 
     def _chosen_share(self, held: float, whole: float) -> float:

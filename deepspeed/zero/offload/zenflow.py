@@ -362,6 +362,7 @@ class ZenFlow:
     def _replace_state(self, key: int) -> None:
         """Adopt this piece's new state tensors, or none, as before its first update."""
         piece = self._pieces.pop(key)
+        self._packed_optimizer.state.pop(piece.packed[0], None)
         state = self.store.state_of(piece.owned)
         if state:
             piece.live, piece.names, piece.packed = live_tensors(piece.owned, state), sorted(state), []
@@ -411,6 +412,7 @@ class ZenFlow:
         sources = ([rank] if parts else range(len(saved))) if known else []
         self._cancel_update()
         self._pieces, self._dirty = {}, False
+        self._packed_optimizer.state.clear()
         clock = saved[rank if parts else 0]["clock"] if known else {}
         self.steps = clock.get("steps", 0)
         self.in_round = clock.get("in_round", 0)
