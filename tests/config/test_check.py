@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.tools.config import command
 from deepspeed.tools.config.command import check_config, main
 from tests.config.test_deepspeed_config import TRAINER_CONFIG
 
@@ -20,6 +22,15 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_public_name() -> None:
     assert deepspeed.check_config is check_config
+
+
+def test_the_module_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 1}')
+    monkeypatch.setattr("sys.argv", ["command.py", str(path)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(command.__file__, run_name="__main__")
+    assert end.value.code == 0
 
 
 def test_a_good_config() -> None:

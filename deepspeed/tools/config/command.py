@@ -1,4 +1,8 @@
-"""`ds_check`: report on a config file, or correct it; and `deepspeed.check_config`."""
+"""`ds_check`: report on a config file, or correct it; and `deepspeed.check_config`.
+
+A check needs no model, process group or device. Config files of Accelerate and of the Trainer are accepted too
+(`clients.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,52 +27,6 @@ from deepspeed.tools.config.fix import CannotFix, corrected, start_text, unified
 from deepspeed.tools.config.report import ConfigReport, Style, report_lines
 
 
-def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
-    """Correct a config file where its meaning is clear, print the changes, and report the remaining problems.
-
-    Without `output` the file itself is overwritten, with a copy of the original next to it (`.bak`). Raises CannotFix.
-    """
-    if not os.path.isfile(path):
-        raise CannotFix(f"{path[:200]} is not a file")
-    try:
-        source = read_any(path)
-    except UnreadableConfig as error:
-        raise CannotFix(f"{error}; fix this by hand") from None
-    if client := client_of(source.data):
-        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it uses")
-    before = source.text or ""
-    text, report = corrected(
-        start_text(source, in_place=output is None), path, lambda attempt: check_source(attempt, world_size)
-    )
-    print("\n".join(unified(before, text, path)) or "nothing to correct")
-    if text != before or output is not None:
-        write_fixed(path, text, output)
-    return report
-
-
-@exit_quietly("ds_check --fix")
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = parsers.check()
-    args = parser.parse_args(argv)
-    if args.output is not None and not args.fix:
-        parser.error("--output needs --fix")
-    report = check_config(args.config, args.gpus)
-    if args.fix:
-        report = fix_file(args.config, args.gpus, output=args.output)
-    colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
-    print("\n".join(report_lines(report, Style(colors))))
-    return 0 if report.ok else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
-# Checks of a config without a model, a process group or a device: `deepspeed.check_config`.
-#
-# Config files of Accelerate and of the Trainer are accepted too (`clients.py`).
-
-
 def check_config(
     config: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None
 ) -> ConfigReport:
@@ -76,7 +34,7 @@ def check_config(
 
     `config`: as for `initialize`, or a file of Accelerate or TrainingArguments that contains or names such a config.
     `world_size`: default: from Accelerate's file, else from the launcher's environment, else 1. "auto" values are not
-    errors. Raises nothing: see `errors` and `raise_for_errors()` of the result.
+    errors. Mistakes in the config are not raised: see `errors` and `raise_for_errors()` of the result.
     """
     ranks, origin = 1, "not known"
     twice: list[Problem] = []
@@ -194,3 +152,45 @@ def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[
     for key, needed in known.items():
         if needed and key not in params and key not in hints.values():
             yield key, f"is missing: {name} needs it"
+
+
+def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
+    """Correct a config file where its meaning is clear, print the changes, and report the remaining problems.
+
+    Without `output` the file itself is overwritten, with a copy of the original next to it (`.bak`). Raises CannotFix.
+    """
+    if not os.path.isfile(path):
+        raise CannotFix(f"{path[:200]} is not a file")
+    try:
+        source = read_any(path)
+    except UnreadableConfig as error:
+        raise CannotFix(f"{error}; fix this by hand") from None
+    if client := client_of(source.data):
+        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it uses")
+    before = source.text or ""
+    text, report = corrected(
+        start_text(source, in_place=output is None), path, lambda attempt: check_source(attempt, world_size)
+    )
+    print("\n".join(unified(before, text, path)) or "nothing to correct")
+    if text != before or output is not None:
+        write_fixed(path, text, output)
+    return report
+
+
+@exit_quietly("ds_check --fix")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parsers.check()
+    args = parser.parse_args(argv)
+    if args.output is not None and not args.fix:
+        parser.error("--output needs --fix")
+    if args.fix:
+        report = fix_file(args.config, args.gpus, output=args.output)
+    else:
+        report = check_config(args.config, args.gpus)
+    colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
+    print("\n".join(report_lines(report, Style(colors))))
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
