@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shlex
 import signal
@@ -19,7 +20,7 @@ from deepspeed.tools.launcher.addresses import master_address
 from deepspeed.tools.launcher.cores import usable_cores
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host
-from deepspeed.tools.launcher.hosts import multinode_runner
+from deepspeed.tools.launcher.hosts import multinode_runner, ssh
 from deepspeed.tools.launcher.hosts.multi_host import exports, read_environment_file
 from deepspeed.tools.launcher.launcher_helper import env_mapping
 from tests.tools.launcher import fake_machines
@@ -480,6 +481,47 @@ def test_the_address_of_rank_0(folder):
     (folder / "bin" / "hostname").chmod(0o755)
     (folder / "bin" / "ssh").write_text('#!/bin/sh\necho "name 10.1.2.3"\n')
     assert master_address(["only-ssh-knows", "b"], ["ssh"]) == "10.1.2.3"
+
+
+class WaitingQueue:
+    """A queue that counts how often it is waited for."""
+
+    def __init__(self, *events):
+        self.events, self.waits = list(events), 0
+
+    def get(self, timeout):
+        self.waits += 1
+        if self.events:
+            return self.events.pop()
+        time.sleep(timeout)
+        raise queue.Empty
+
+
+class StuckConnection:
+    """A node that only ends when it is killed."""
+
+    def __init__(self, node):
+        self.node, self.asked = node, []
+
+    def ask(self, signum):
+        self.asked.append(signum)
+
+    def kill(self):
+        self.node.exit_code = 137
+
+
+def test_a_job_that_ends_does_not_try_lost_machines_again(monkeypatch):
+    monkeypatch.setattr(ssh, "grace_seconds", lambda: 0.0)
+    monkeypatch.setattr(ssh, "LAST_RESORT_S", 0.3)
+    stuck = StuckConnection(ssh.SshNode("a", []))
+    job = ssh.RemoteJob(script="train.py", environment={}, min_nodes=1)
+    machines = ssh._Machines(job, [stuck], lambda node: pytest.fail("reconnected"))
+    machines._away.append(ssh.SshNode("b", []))
+    machines.retry_at = time.monotonic() + 0.05
+    ended = WaitingQueue(None)
+    ssh._watch(machines, ended, [signal.SIGINT])
+    assert stuck.asked == [signal.SIGINT]
+    assert ended.waits < 10
 
 
 def test_a_command_on_every_machine(folder, capfd):

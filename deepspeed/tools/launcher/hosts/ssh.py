@@ -246,13 +246,15 @@ def _watch(
     """Wait until all nodes have ended. After a failure or a signal, ask the others to end; after the grace period, kill
     them."""
     running = machines.running
+    ending = False
     ask_at = kill_at = float("inf")
     while machines.running_count():
         now = time.monotonic()
+        retry_at = float("inf") if ending else machines.retry_at
         try:
-            event = ended.get(timeout=max(0.0, min(ask_at, kill_at, machines.retry_at, now + 3600) - now))
+            event = ended.get(timeout=max(0.0, min(ask_at, kill_at, retry_at, now + 3600) - now))
         except queue.Empty:
-            if time.monotonic() >= machines.retry_at and ask_at == kill_at:
+            if time.monotonic() >= retry_at:
                 machines.reconnect()
             elif time.monotonic() >= kill_at:
                 for connection in running:
@@ -263,8 +265,10 @@ def _watch(
                     connection.ask(asked[0] if asked else signal.SIGTERM)
                 ask_at, kill_at = float("inf"), time.monotonic() + grace_seconds() + LAST_RESORT_S
             continue
-        failed = event is None or (event.node.exit_code != 0 and not machines.continues_without(event.node))
-        if failed and kill_at == float("inf"):
+        if event is not None and (event.node.exit_code == 0 or machines.continues_without(event.node)):
+            continue
+        ending = True
+        if kill_at == float("inf"):
             ask_at = min(ask_at, time.monotonic() + (SETTLE_S if event is not None else 0.0))
 
 
