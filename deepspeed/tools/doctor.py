@@ -70,7 +70,6 @@ def report_this_machine(
 ) -> MachineReport:
     """Report on this machine. ``token``: name of a file in the folder, visible to machines that share it;
     ``back_to``: address and port at which the first machine listens; ``names``: host names of all machines."""
-    open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
     return {
         "host": socket.gethostname(),
         "time": time.time(),
@@ -78,8 +77,8 @@ def report_this_machine(
         "port": port,
         "port_free": is_free("0.0.0.0", port),
         "shared_memory": _free("/dev/shm"),
-        "open_files": open_files,
-        "locked": locked,
+        "open_files": _limit("RLIMIT_NOFILE"),
+        "locked": _limit("RLIMIT_MEMLOCK"),
         "interfaces": [name for _, name in socket.if_nameindex()],
         "chosen": {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         "left_over": [name for name in RANK_VARIABLES if name in os.environ],
@@ -332,7 +331,8 @@ def _check_others(
 ) -> Iterator[DoctorFinding]:
     ssh = ssh_command(options)
     reached = [host for host in names if host not in others]
-    with socket.create_server(("", 0)) as listener, _token(folder) as token:
+    # Nothing accepts their connections, so the backlog must hold all of them.
+    with socket.create_server(("", 0), backlog=len(others)) as listener, _token(folder) as token:
         address = master_address(names, ssh) if names[0] not in others else ""
         asked = {"port": options.port, "folder": folder, "token": os.path.basename(token.name)}
         asked["names"] = [_name(host) for host in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import re
@@ -193,6 +194,21 @@ def test_names_of_machines() -> None:
     assert [each.state for each in doctor.check_names(facts, "w0")] == [WARNING, WARNING]
     facts |= {"unknown": [], "chosen": {"GLOO_SOCKET_IFNAME": "eth0"}}
     assert [each.state for each in doctor.check_names(facts, "w0")] == [OK, OK]
+
+
+def test_many_machines_reach_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = []
+
+    def report_of(host: str, ssh: Any, asked: Any, folder: str) -> tuple[str, float]:
+        problems.append(doctor._reaches("127.0.0.1", asked["back_to"][1]))
+        return "not asked", 0.0
+
+    monkeypatch.setattr(doctor, "_report_of", report_of)
+    monkeypatch.setattr(doctor, "master_address", lambda names, ssh: "127.0.0.1")
+    others = [f"host{number}" for number in range(200)]
+    options = argparse.Namespace(port=29500, ssh_port=None, launcher_args="")
+    assert len(list(doctor._check_others(FINE, others, ["here", *others], options, str(tmp_path)))) == 200
+    assert problems == [""] * 200
 
 
 def test_a_hostfile_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
