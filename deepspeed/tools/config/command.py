@@ -177,7 +177,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
     return report
 
 
-@exit_quietly("ds_check --fix")
+@exit_quietly("ds_check", OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parsers.check()
     args = parser.parse_args(argv)

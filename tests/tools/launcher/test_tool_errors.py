@@ -32,6 +32,7 @@ def files(tmp_path: Path) -> Path:
 WRONG = [
     ("check", ["binary"], "is not text in UTF-8"),
     ("check", ["binary.yaml"], "is not text in UTF-8"),
+    ("check", ["object", "--fix", "--output", "nowhere/fixed"], "No such file or directory"),
     ("elastic", ["-c", "binary"], "is not text in UTF-8"),
     ("elastic", ["-c", "empty"], "is a folder"),
     ("plan", ["binary", "--model", "x"], "is not text in UTF-8"),
