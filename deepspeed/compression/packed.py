@@ -202,7 +202,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         """Compute the sum over columns of (a s + u) (b t + v), with int8 a and b, s and u per token, t and v per
         output."""
         a, s, u = self._integer_inputs(input.reshape(-1, input.shape[-1]).float())
-        b, (t, v) = self._integer_weight(), self._of_outputs()
+        b, (t, v) = self._integer_weight(), self._scales_per_output()
         output = torch._int_mm(a, b.t()).float().mul_(s).mul_(t)
         if v is not None:
             output += (a.sum(dim=1, keepdim=True, dtype=torch.float32) * s) * v
@@ -239,7 +239,8 @@ class PackedLinear(PackedWeight, nn.Linear):
             levels = codes.sub(2 ** (packing.codes.bits - 1)).view(torch.int8)
         return levels.view(packing.rows, packing.columns)
 
-    def _of_outputs(self) -> tuple[Tensor, Tensor | None]:
+    def _scales_per_output(self) -> tuple[Tensor, Tensor | None]:
+        """Return scales [outputs] for the levels of ``_integer_weight``, and zero points [outputs] if asymmetric."""
         each = self.packing.rows // self.weight_scales.numel()
         scales = self.weight_scales.repeat_interleave(each)
         if self.weight_zeros is None:

@@ -16,11 +16,8 @@ from typing import Any
 from deepspeed.base.environment import ALONE, Identity, default_group, this_process
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, shown
 
-# Named axes of parallelism and the ranks of each group along them: pure arithmetic, without torch.distributed.
-
-
 BASE_AXES = ("pp", "dp", "sp", "tp")
-# derived axis -> (its size field, whether it is the inner one of its pair)
+# Derived axis -> (field with the inner size of its pair, whether it is the inner one).
 DERIVED_AXES = {
     "ep": ("ep", True),
     "expert_dp": ("ep", False),

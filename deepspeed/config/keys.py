@@ -49,15 +49,15 @@ def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
     ``sections``: prefix -> model; the longest matching prefix counts. AttributeError: there is no such constant.
     """
     for prefix in sorted(sections, key=len, reverse=True):
+        if not name.startswith(f"{prefix}_"):
+            continue
         fields = sections[prefix].model_fields
-        for key in (
-            name.removeprefix(f"{prefix}_").lower(),
-            name.lower(),
-        ):  # a key may start like its section
-            if name.startswith(f"{prefix}_") and key in fields:
+        # The whole name, too: a key may start like its section.
+        for key in (name.removeprefix(f"{prefix}_").lower(), name.lower()):
+            if key in fields:
                 return key
-            if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
-                return fields[key.removesuffix("_default")].get_default(call_default_factory=True)
+            if (stem := key.removesuffix("_default")) in fields:
+                return fields[stem].get_default(call_default_factory=True)
     raise AttributeError(f"there is no constant named {name!r}")
 
 

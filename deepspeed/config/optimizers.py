@@ -109,11 +109,12 @@ def _constructor(module: str, name: str) -> dict[str, bool] | None:
     return None
 
 
-def _in_order(of: ast.arguments) -> Iterator[tuple[str, bool]]:
-    positional = [*of.posonlyargs, *of.args]
+def _in_order(arguments: ast.arguments) -> Iterator[tuple[str, bool]]:
+    """Yield (name, whether it is required) of each argument."""
+    positional = [*arguments.posonlyargs, *arguments.args]
     for place, each in enumerate(positional):
-        yield each.arg, place < len(positional) - len(of.defaults)
-    for each, default in zip(of.kwonlyargs, of.kw_defaults, strict=True):
+        yield each.arg, place < len(positional) - len(arguments.defaults)
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield each.arg, default is None
 
 
@@ -194,7 +195,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 """Every name that ``optimizer.type`` accepts in any case, in addition to the classes of torch.optim."""
 
-OF_TORCH = {"adagrad": "Adagrad", "sgd": "SGD"}
+TORCH_COUNTERPARTS = {"adagrad": "Adagrad", "sgd": "SGD"}
 """Built-in optimizer -> class of torch.optim that is used if a key is given that only it accepts."""
 
 
@@ -238,7 +239,9 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
     key = name.lower()
     allowed = set(BUILT_IN[key].arguments) if key in BUILT_IN else set()
     of_torch = (
-        OF_TORCH.get(key, "AdamW" if settings.get("torch_adam") else None) if allowed else torch_name(name)
+        TORCH_COUNTERPARTS.get(key, "AdamW" if settings.get("torch_adam") else None)
+        if allowed
+        else torch_name(name)
     )
     if of_torch is not None:
         allowed |= set(list(arguments_of(OPTIMIZERS, of_torch))[1:])

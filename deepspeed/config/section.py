@@ -65,7 +65,7 @@ def _with_serializer(value: Any) -> Any:
     return value
 
 
-_OF_THE_SECTION = "the section's own"
+_SECTION_DEFAULTS = "the section's own"
 """Default of a section field until its model is complete."""
 
 
@@ -73,7 +73,7 @@ def complete_sections(model: type[BaseModel]) -> None:
     """Annotate the section fields of a model and set their defaults, before its own validators are built."""
     for field in model.model_fields.values():
         section = _section_in(field.annotation)
-        if section is not None and field.default is _OF_THE_SECTION:
+        if section is not None and field.default is _SECTION_DEFAULTS:
             field.default = section.model_construct()
         inherited = any(isinstance(item, LazySection) for item in field.metadata)
         if section is not None and not inherited:
@@ -218,7 +218,7 @@ SumDtypeOrNull = Annotated[
 
 def section(description: str) -> Any:
     """Define a field that is another section; its default is the section's defaults, which are not validated."""
-    return Field(_OF_THE_SECTION, description=description)
+    return Field(_SECTION_DEFAULTS, description=description)
 
 
 def required(description: str) -> Any:

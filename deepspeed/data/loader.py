@@ -433,10 +433,10 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
     sampler = _innermost(sampler)
     if "state" in start:
         sampler.load_state_dict(start["state"])
-    if "epoch" in start:
-        sampler.set_epoch(start["epoch"]) if hasattr(sampler, "set_epoch") else setattr(
-            sampler, "epoch", start["epoch"]
-        )
+    if "epoch" in start and hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(start["epoch"])
+    elif "epoch" in start:
+        sampler.epoch = start["epoch"]
     if "generator" in start and isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator.set_state(start["generator"])
 

@@ -78,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(options: Namespace) -> Iterator[Row]:
     dtype: torch.dtype = getattr(torch, options.dtype)
     size, device = dist.get_world_size(), _device()
-    wires = dict(_wires(options.transport, device))
+    communicators = dict(_communicators(options.transport, device))
     for operation in options.operations:
         for numel in _sizes(options, dtype, size):
-            for name, wire in wires.items():
-                call = _call(operation, wire, numel, dtype, device)
+            for name, communicator in communicators.items():
+                call = _call(operation, communicator, numel, dtype, device)
                 if call is None:
                     continue
                 seconds = _timed(call, options, device)
@@ -107,7 +107,9 @@ def _device() -> torch.device:
     return torch.device(accelerator.device_name(local))
 
 
-def _wires(wanted: Sequence[str] | None, device: torch.device) -> Iterator[tuple[str, Communicator | None]]:
+def _communicators(
+    wanted: Sequence[str] | None, device: torch.device
+) -> Iterator[tuple[str, Communicator | None]]:
     """Yield each available transport once, by name; None stands for torch.distributed."""
     group, wanted = dist.group.WORLD, wanted or ("shared_memory", "gloo", "torch")
     assert group is not None
@@ -115,8 +117,8 @@ def _wires(wanted: Sequence[str] | None, device: torch.device) -> Iterator[tuple
     if device.type != "cpu":
         attempts = attempts[:1]  # device tensors go through the process group in any case
     for shared in attempts:
-        wire = Network(shared_memory=shared).communicator(group).prepare()
-        yield wire.transport_name(device.type), wire
+        communicator = Network(shared_memory=shared).communicator(group).prepare()
+        yield communicator.transport_name(device.type), communicator
     if "torch" in wanted:
         yield "torch", None
 
@@ -143,7 +145,7 @@ def _free_bytes() -> float:
 
 
 def _call(
-    operation: str, wire: Communicator | None, numel: int, dtype: torch.dtype, device: torch.device
+    operation: str, communicator: Communicator | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Any] | None:
     """Return a function that issues one call and returns its handle; None if the transport does not support the
     operation."""
@@ -151,10 +153,10 @@ def _call(
     whole = torch.zeros(numel, dtype=dtype, device=device)
     part = torch.zeros(numel // ranks, dtype=dtype, device=device)
     if operation == "pt2pt":
-        return _pair(whole, rank) if wire is None else None
+        return _pair(whole, rank) if communicator is None else None
     other = torch.zeros_like(whole) if operation == "all_to_all" else whole
     calls: dict[str, Callable[[], Any]]
-    if wire is None:
+    if communicator is None:
         calls = {
             "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
             "all_gather": lambda: all_gather_single(whole, part, async_op=True),
@@ -164,11 +166,11 @@ def _call(
         }
     else:
         calls = {
-            "all_reduce": lambda: wire.all_reduce(whole),
-            "all_gather": lambda: wire.all_gather(whole, part),
-            "reduce_scatter": lambda: wire.reduce_scatter(part, whole),
-            "all_to_all": lambda: wire.all_to_all(other, whole),
-            "broadcast": lambda: wire.broadcast(whole, 0),
+            "all_reduce": lambda: communicator.all_reduce(whole),
+            "all_gather": lambda: communicator.all_gather(whole, part),
+            "reduce_scatter": lambda: communicator.reduce_scatter(part, whole),
+            "all_to_all": lambda: communicator.all_to_all(other, whole),
+            "broadcast": lambda: communicator.broadcast(whole, 0),
         }
     return calls[operation]
 
@@ -253,15 +255,15 @@ def plot(rows: Sequence[Row], options: Namespace) -> None:
         figsize=(4 * min(3, len(operations)), 3.2 * -(-len(operations) // 3)), layout="constrained"
     )
     for number, operation in enumerate(operations, 1):
-        field = figure.add_subplot(-(-len(operations) // 3), min(3, len(operations)), number)
+        axes = figure.add_subplot(-(-len(operations) // 3), min(3, len(operations)), number)
         for transport in dict.fromkeys(row.transport for row in rows):
             points = [row for row in rows if (row.operation, row.transport) == (operation, transport)]
             if points:
                 sizes = [row.size_bytes for row in points]
                 speeds = [row.bus_bandwidth * _UNITS[options.bw_unit] for row in points]
-                field.loglog(sizes, speeds, marker=".", label=transport)
-        field.set(title=operation, xlabel="bytes", ylabel=options.bw_unit)
-        field.legend(fontsize="small")
+                axes.loglog(sizes, speeds, marker=".", label=transport)
+        axes.set(title=operation, xlabel="bytes", ylabel=options.bw_unit)
+        axes.legend(fontsize="small")
     figure.savefig(options.plot)
 
 

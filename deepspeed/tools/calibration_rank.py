@@ -147,10 +147,10 @@ def shares_of(trained: TimedModel, repeats: int = 4) -> tuple[list[float], list[
         times.measure(trained)
         trained.engine.step()
     times.close()
-    return _normal(times.forward), _normal(times.backward)
+    return _shares(times.forward), _shares(times.backward)
 
 
-def _normal(values: Sequence[float]) -> list[float]:
+def _shares(values: Sequence[float]) -> list[float]:
     total = sum(values)
     return [each / total if total else 1.0 / len(values) for each in values]
 

@@ -12,7 +12,7 @@ from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, summarize_
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 class Follower:
@@ -68,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def follow(follower: Follower, end: threading.Event) -> None:
     """Read new entries until ``end`` is set; after an error, print it and retry later."""
-    while not end.wait(LOOK_S):
+    while not end.wait(POLL_S):
         try:
             follower.look()
         except (OSError, ValueError) as error:
             print(f"ds live: {error}", file=sys.stderr)
-            end.wait(10 * LOOK_S)
+            end.wait(10 * POLL_S)
 
 
 if __name__ == "__main__":

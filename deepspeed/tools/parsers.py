@@ -210,7 +210,7 @@ _IO = {
     "--use_accelerator_pin_memory": "use memory pinned for the accelerator (locked memory already is, if there is "
     "an accelerator)",
     "--warmup_loops": takes("warm-up repetitions before the measured ones", 1),
-    "--include_warmup_time": "average the warm-up repetitions too",
+    "--include_warmup_time": "include the warm-up repetitions in the result",
     "--different_file_each_iteration": "use a new file for each repetition",
 }
 

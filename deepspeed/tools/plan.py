@@ -109,7 +109,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
     """Return the planner's request for these arguments of `ds plan`; ``config`` replaces the config file."""
     config = read_config(args.config, args.gpus * args.nodes) if config is None else dict(config)
     for text in args.set:
-        _set(config, text)
+        _set_key(config, text)
     module = build_model(args.model, _DTYPES[args.dtype])
     device_type = args.device or _device_type(args)
     axes = axes_of(config, args.gpus * args.nodes, "as requested")
@@ -261,7 +261,7 @@ def _from_config(transformers: Any, config: Any, dtype: torch.dtype) -> nn.Modul
 # Arguments ---------------------------------------------------------------------------------------------------
 
 
-def _set(config: dict[str, Any], text: str) -> None:
+def _set_key(config: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found:
         raise DeepSpeedConfigError(f"--set {text}: expected KEY=VALUE")

@@ -163,7 +163,8 @@ def _problem_of_model(args: argparse.Namespace) -> str | None:
             raise ValueError(f"{config.model}: {kind} is a classifier and does not generate text")
     except (OSError, ValueError) as problem:
         return f"--speculative-config: {problem}"
-    args.pooling or pooling_of(args.model)
+    if not args.pooling:
+        pooling_of(args.model)  # ValueError: the folder names an unsupported pooling
     if kind := classifier_in(args.model):
         if args.tp_size > 1:
             return f"{args.model}: {kind} runs on one rank only: --tp-size 1"

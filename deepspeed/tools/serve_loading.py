@@ -92,10 +92,10 @@ class _Causal:
             raise ValueError(f"--speculative-config is for models that generate: {self.no_text}")
         tensor_parallel = {"tp_size": args.tp_size}
         engine = init_inference(model, dtype=given or model.dtype, tensor_parallel=tensor_parallel)
-        self.args, self.group, self.known = args, engine.mp_group, source.load_tokenizer()
+        self.args, self.group, self.hub_tokenizer = args, engine.mp_group, source.load_tokenizer()
         if args.chat_template is not None:
-            self.known.chat_template = template_of(args.chat_template)
-        self.proposer = proposer_of(args, self.known, engine.module)
+            self.hub_tokenizer.chat_template = template_of(args.chat_template)
+        self.proposer = proposer_of(args, self.hub_tokenizer, engine.module)
         self.runner = ModelRunner(engine.module, args.block_size)
         length, size = longest_request(self.runner, args.max_length), args.block_size
         drafts = 0 if self.proposer is None else self.proposer.token_bytes
@@ -122,10 +122,10 @@ class _Causal:
             prefix_sharing=args.enable_prefix_caching,
             seed=drawn if args.seed is None else args.seed,
             group=group,
-            matcher_of=Grammars(self.known, runner.info.stop_token_ids),
+            matcher_of=Grammars(self.hub_tokenizer, runner.info.stop_token_ids),
         )
         max_length = generator.scheduler.max_length
-        tokenizer = HuggingFaceTokenizer(self.known, max_tokens=max_length)
+        tokenizer = HuggingFaceTokenizer(self.hub_tokenizer, max_tokens=max_length)
         formats = formats_of(args, tokenizer.template)
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")

@@ -31,10 +31,10 @@ class _Parser(argparse.ArgumentParser):
                 given = _values_of(_mapping_in(found.config))
             except (OSError, ValueError) as problem:
                 self.error(f"--config {found.config}: {problem}")
-            said = vars(_given_by(args)).keys()
-            for together in (_SIZES, {"model", "models"}):
-                if said & together:
-                    given = {name: value for name, value in given.items() if name not in together}
+            on_command_line = vars(_given_by(args)).keys()
+            for alternatives in (_SIZES, {"model", "models"}):
+                if on_command_line & alternatives:
+                    given = {name: value for name, value in given.items() if name not in alternatives}
             self.set_defaults(**given)
             found = super().parse_args(args, namespace)
         if found.model is None and not found.models:

@@ -40,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--all": "also print the stacks of threads without code of the script",
         "--json": "print one JSON object per rank",
     }
-    options = add_options(parser, options).parse_args(argv)
+    args = add_options(parser, options).parse_args(argv)
     processes = ranks_of_user()
-    if options.pid is not None:
-        processes = sorted(set(processes) & {options.pid, *descendants(options.pid)})
+    if args.pid is not None:
+        processes = sorted(set(processes) & {args.pid, *descendants(args.pid)})
     if not processes:
-        where = f"process {options.pid} has no" if options.pid is not None else "there are no"
+        where = f"process {args.pid} has no" if args.pid is not None else "there are no"
         print(
             f"ds stacks: {where} ranks of a running job of user {os.getuid()} on this host", file=sys.stderr
         )
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     answers = [(process, ask(process)) for process in processes]
     answers.sort(key=lambda pair: (pair[1] or {}).get("rank", sys.maxsize))
     for process, answer in answers:
-        if options.json:
+        if args.json:
             print(json.dumps(answer or {"pid": process, "state": state_of(process)}))
         else:
-            print("\n".join(rank_lines(process, answer, every=options.all)))
+            print("\n".join(rank_lines(process, answer, every=args.all)))
     return 0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ModuleTransform(Ordered, Protocol):
-    """ModuleChanges a module before an engine takes it.
+    """Changes a module before an engine takes it.
 
     ``after`` and ``before`` name transforms that run earlier and later, if present; otherwise ``MODULE_ORDER`` applies.
     A transform may change modules made by those that it names in ``after``; otherwise two transforms must not change

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.optimizers import (
     BUILT_IN,
     COMPACT_KEYS,
-    OF_TORCH,
+    TORCH_COUNTERPARTS,
     check_optimizer,
     settings_of,
     torch_name,
@@ -67,8 +67,8 @@ def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerCla
     built_in = BUILT_IN.get(key)
     if built_in is None:
         return getattr(torch.optim, torch_name(name) or name)
-    if key in OF_TORCH and not settings.keys() <= built_in.arguments:
-        return getattr(torch.optim, OF_TORCH[key])
+    if key in TORCH_COUNTERPARTS and not settings.keys() <= built_in.arguments:
+        return getattr(torch.optim, TORCH_COUNTERPARTS[key])
     host_path = built_in.host_path if on_host else None
     if built_in.path == _FUSED_ADAM:
         return _adam(key, settings, on_host=host_path is not None)

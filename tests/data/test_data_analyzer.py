@@ -95,7 +95,7 @@ def test_files(tmp_path: Path, workers: int, threads: int, reducers: int) -> Non
 def test_memory_is_bounded_by_sorting_some_values_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_files, "_AT_ONCE", 20)
+    monkeypatch.setattr(index_files, "_MAX_SORTED", 20)
     DataAnalyzer(Sentences(), metric_dtypes=DTYPES, save_path=str(tmp_path), **METRICS).run_map_reduce()
     check(tmp_path)
 

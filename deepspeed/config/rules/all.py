@@ -16,8 +16,8 @@ from deepspeed.config.constants import VALID_LR_SCHEDULES
 from deepspeed.config.optimizers import BUILT_IN, OPTIMIZERS, SCHEDULES, classes_of
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.rules import STAGE, Finding, Rule
-from deepspeed.config.rules import precision as of_precision
-from deepspeed.config.rules import zero as of_zero
+from deepspeed.config.rules import precision as precision_rules
+from deepspeed.config.rules import zero as zero_rules
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections.data import (
     CurriculumLegacyConfig,
@@ -308,11 +308,11 @@ def _unknown_class(name: str, own: tuple[str, ...], module: str) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    of_precision.one_precision, of_precision.autocast_beside_16_bit, of_precision.low_precision_masters,
-    of_precision.unmanaged_accumulation, of_precision.quantizes_16_bits, of_zero.compiled_passes,
-    of_precision.summed_gradients, of_zero.offload_makes_sense, of_zero.zenflow_makes_sense,
-    of_zero.payloads_make_sense, of_zero.even_gathers, of_zero.old_stage_one, optimizer_is_known,
-    one_bit_needs_copies, scheduler_is_known, arguments_make_sense, of_precision.no_norm_wanted,
+    precision_rules.one_precision, precision_rules.autocast_beside_16_bit, precision_rules.low_precision_masters,
+    precision_rules.unmanaged_accumulation, precision_rules.quantizes_16_bits, zero_rules.compiled_passes,
+    precision_rules.summed_gradients, zero_rules.offload_makes_sense, zero_rules.zenflow_makes_sense,
+    zero_rules.payloads_make_sense, zero_rules.even_gathers, zero_rules.old_stage_one, optimizer_is_known,
+    one_bit_needs_copies, scheduler_is_known, arguments_make_sense, precision_rules.no_norm_wanted,
     contiguous_checkpoints, elastic_batch, saves_by_itself, expert_and_tensor_parallel, names_of_experts,
     sparse_and_parallel, shared_generation, curricula_fit, one_choice_of_samples, dropped_tokens,
     even_vocabulary,

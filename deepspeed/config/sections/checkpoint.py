@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, PlainValidator
 
 from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, LenientSwitched, key, section
 
-OF_SLURM = "slurm"
+SLURM_LIMIT = "slurm"
 
 
 def _upper(value: Any) -> Any:
@@ -19,9 +19,9 @@ def _upper(value: Any) -> Any:
 
 
 def _time_limit(value: Any) -> float | str | None:
-    """Convert to seconds; `OF_SLURM` and None are kept. ValueError: another format."""
-    if value is None or (isinstance(value, str) and value.lower() == OF_SLURM):
-        return value and OF_SLURM
+    """Convert to seconds; `SLURM_LIMIT` and None are kept. ValueError: another format."""
+    if value is None or (isinstance(value, str) and value.lower() == SLURM_LIMIT):
+        return value and SLURM_LIMIT
     if isinstance(value, str):
         found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", value)
         if found is None:
@@ -92,7 +92,7 @@ class CheckpointConfig(LenientConfigModel):
     )
     load_universal: bool = key(False, "The checkpoint to load is a universal one.")
     use_node_local_storage: bool = key(False, "Each node has its own folder instead of a shared one.")
-    parallel_write: ParallelWriteConfig = section("Who writes what.")
+    parallel_write: ParallelWriteConfig = section("How ranks share the writing.")
     checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
     writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
     keep_last: Int | None = key(

@@ -29,7 +29,7 @@ class LayerReductionConfig(LenientSwitched):
 
 
 class FP16MixedQuantizeConfig(LenientSwitched):
-    """Passing gradually from fp16 to quantized weights."""
+    """Gradual transition from fp16 to quantized weights."""
 
     quantize_change_ratio: Float = key(0.001, "Change of the mixing ratio per step.", ge=0.0)
 
@@ -54,7 +54,7 @@ class WeightQuantizationGroupParams(LenientConfigModel):
 
 
 class WeightQuantizationGroup(_Group):
-    params: WeightQuantizationGroupParams = Field(description="How strongly.")
+    params: WeightQuantizationGroupParams = Field(description="Parameters of the group.")
 
 
 class WeightQuantizationShared(LenientSwitched):
@@ -65,7 +65,9 @@ class WeightQuantizationShared(LenientSwitched):
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "With or without a zero point.")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding.")
     quantize_weight_in_forward: bool = key(False, "Quantize in forward; false: in the optimizer (MoQ).")
-    fp16_mixed_quantize: FP16MixedQuantizeConfig | None = key(None, "Gradual change.")
+    fp16_mixed_quantize: FP16MixedQuantizeConfig | None = key(
+        None, "Gradual transition from unquantized to quantized weights."
+    )
 
 
 class WeightQuantizationTraining(LenientConfigModel):
@@ -80,7 +82,7 @@ class ActivationQuantizationGroupParams(LenientConfigModel):
 
 
 class ActivationQuantizationGroup(_Group):
-    params: ActivationQuantizationGroupParams = Field(description="How strongly.")
+    params: ActivationQuantizationGroupParams = Field(description="Parameters of the group.")
 
 
 class ActivationQuantizationShared(LenientSwitched):
@@ -101,7 +103,7 @@ class PruningGroupParams(LenientConfigModel):
 
 
 class PruningGroup(_Group):
-    params: PruningGroupParams = Field(description="How strongly.")
+    params: PruningGroupParams = Field(description="Parameters of the group.")
 
 
 class _PruningShared(LenientSwitched):
@@ -215,7 +217,9 @@ class QuantizeTrainingConfig(LenientSwitched):
     quantize_bits: QuantizeBitsConfig = section("Number of bits.")
     quantize_schedule: QuantizeScheduleConfig = section("Schedule of the bits.")
     quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
-    fp16_mixed_quantize: FP16MixedQuantizeConfig = section("Gradual change.")
+    fp16_mixed_quantize: FP16MixedQuantizeConfig = section(
+        "Gradual transition from unquantized to quantized weights."
+    )
     eigenvalue: EigenvalueConfig | None = key(None, "Curvature of each block.")
 
 

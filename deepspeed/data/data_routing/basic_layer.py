@@ -208,11 +208,11 @@ def _check_choice(config: Mapping[str, Any], key: str, choices: tuple[str, ...])
 # number of dimensions, and everything in the layer still broadcasts.
 
 _PAIRS = ("mask", "bias", "alibi")
-_LINES = ("attention_mask", "padding")
+_PADDING_MASKS = ("attention_mask", "padding")
 """Names of masks [B, S], for shapes that would fit [S, S] as well."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_params")
 _PACKED = ("cu_seq_lens", "cu_seqlens", "seq_idx")
-_OF_OTHERS = ("encoder_", "cross_")
+_OTHER_SEQUENCES = ("encoder_", "cross_")
 """Prefixes of arguments about other sequences."""
 
 
@@ -237,7 +237,7 @@ class Batch:
     def layout(self, name: str, tensor: Tensor) -> TokenLayout | None:
         """Return the layout of an argument; None: it is not per token."""
         shape = tuple(tensor.shape)
-        if self.length not in shape or name.startswith(_OF_OTHERS):
+        if self.length not in shape or name.startswith(_OTHER_SEQUENCES):
             return None
         paired = any(word in name for word in _PAIRS) or tensor.dtype == torch.bool
         if len(shape) == 1:
@@ -247,13 +247,13 @@ class Batch:
         return self._paired(shape) if paired else self._entries(name, shape)
 
     def _flat(self, name: str, shape: tuple[int, ...], paired: bool) -> TokenLayout | None:
-        lines = shape[0] in (1, self.sequences) and shape[1] == self.length
-        either = self.sequences == self.length and any(word in name for word in _LINES)
-        if shape == (self.length, self.length) and paired and not either:
+        per_sequence = shape[0] in (1, self.sequences) and shape[1] == self.length
+        is_padding_mask = self.sequences == self.length and any(word in name for word in _PADDING_MASKS)
+        if shape == (self.length, self.length) and paired and not is_padding_mask:
             return TokenLayout(None, (0, 1))
         if not self.batch_first and shape[0] == self.length and shape[1] in (1, self.sequences):
             return TokenLayout(1, (0,))
-        if lines:
+        if per_sequence:
             return TokenLayout(0, (1,))
         return TokenLayout(None, (0,)) if shape[0] == self.length else None
 

@@ -13,7 +13,7 @@ from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.data_sampling.utils import close_mmap_dataset_builder, create_mmap_dataset_builder
 
 PERCENTILES = 100
-_AT_ONCE = 4 << 20
+_MAX_SORTED = 4 << 20
 """Number of samples sorted at a time."""
 
 Chunks = Callable[[], Iterator[tuple[int, np.ndarray]]]
@@ -51,7 +51,7 @@ def write_groups(
     """
     samples = create_mmap_dataset_builder(samples_file, sample_dtype)
     keys = create_mmap_dataset_builder(values_file, value_dtype)
-    for first, last in _at_once(values, counts):
+    for first, last in _value_ranges(values, counts):
         places, found = _select(chunks(), int(values[first]), int(values[last - 1]))
         order = np.argsort(found, kind="stable")
         present, sizes = np.unique(found, return_counts=True)
@@ -62,15 +62,15 @@ def write_groups(
     close_mmap_dataset_builder(keys, values_file)
 
 
-def _at_once(values: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, last) of ``values`` with at most ``_AT_ONCE`` samples, or a single value."""
+def _value_ranges(values: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[int, int]]:
+    """Yield ranges [first, last) of ``values`` with at most ``_MAX_SORTED`` samples, or a single value."""
     if counts is None:
         counts = np.zeros(len(values), np.int64)
     ends = np.cumsum(counts)
     first = 0
     while first < len(values):
         before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + _AT_ONCE, side="right")))
+        last = max(first + 1, int(np.searchsorted(ends, before + _MAX_SORTED, side="right")))
         yield first, last
         first = last
 

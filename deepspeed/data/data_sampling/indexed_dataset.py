@@ -240,7 +240,7 @@ def get_available_dataset_impl() -> list[str]:
     return ["lazy", "cached", "mmap"]
 
 
-def _is_there(path: str | Path) -> bool:
+def _exists_or_warn(path: str | Path) -> bool:
     found = IndexedDataset.exists(path)
     if not found:
         logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
@@ -249,7 +249,7 @@ def _is_there(path: str | Path) -> bool:
 
 def infer_dataset_impl(path: str | Path) -> str | None:
     """Return 'mmap' or 'cached', by the first bytes of the index; None: there is no index, or its format is unknown."""
-    if not _is_there(path):
+    if not _exists_or_warn(path):
         return None
     with open(index_file_path(path), "rb") as stream:
         magic = stream.read(8)
@@ -258,7 +258,7 @@ def infer_dataset_impl(path: str | Path) -> str | None:
 
 def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
     """Open the data set in format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: not found."""
-    if not _is_there(path):
+    if not _exists_or_warn(path):
         return None
     if impl == "infer":
         impl = infer_dataset_impl(path) or ""

@@ -16,7 +16,7 @@ from deepspeed.data.data_sampling.index_files import SINGLE, batches_of
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
 
 _METRIC = "seqlen"
-_AT_ONCE = 256
+_BATCH_SIZE = 256
 
 
 def sequence_lengths(
@@ -60,7 +60,7 @@ def _found(
     if metrics_path is None:
         counted = [
             np.asarray(batch_lengths(batch)).reshape(-1)
-            for _, batch in batches_of(dataset, 0, len(dataset), _AT_ONCE, collate_fn)
+            for _, batch in batches_of(dataset, 0, len(dataset), _BATCH_SIZE, collate_fn)
         ]
         return _checked(
             np.concatenate(counted) if counted else np.empty(0, np.int64), dataset, "the data set"
@@ -71,7 +71,7 @@ def _found(
         count = batch_lengths
         DataAnalyzer(
             dataset,
-            batch_size=_AT_ONCE,
+            batch_size=_BATCH_SIZE,
             metric_names=[_METRIC],
             metric_functions=[lambda batch: torch.as_tensor(count(batch)).to(torch.int64)],
             metric_types=[SINGLE],

@@ -14,9 +14,8 @@ from deepspeed.data.data_sampling.shuffling import Shuffle
 
 ORDERS = ("dataloader", "random", "seqlen")
 WEIGHTINGS = ("samples", "tokens", "predictions", "none")
-_ROWS = (
-    64  # a first guess of how many sequences a pack may hold, where all packs of a batch are equally large
-)
+_ROWS = 64
+"""First guess of the sequences per pack, if all packs of a batch have equally many."""
 
 
 @dataclass(frozen=True)

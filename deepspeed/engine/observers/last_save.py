@@ -22,7 +22,7 @@ from deepspeed import comm as dist
 from deepspeed.base.constants import JOB_STARTED, STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.base.logging import log_dist, logger
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.config.sections.checkpoint import OF_SLURM
+from deepspeed.config.sections.checkpoint import SLURM_LIMIT
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -130,11 +130,11 @@ def _deadline(limit: float | str | None) -> float | None:
     """Return the deadline in seconds since the epoch, None without a limit."""
     if limit is None:
         return None
-    if limit == OF_SLURM:
+    if limit == SLURM_LIMIT:
         end = os.environ.get(END_OF_ALLOCATION)
         if end is None:
             raise ValueError(
-                f"checkpoint.save_before='{OF_SLURM}' needs {END_OF_ALLOCATION} in the environment, set by "
+                f"checkpoint.save_before='{SLURM_LIMIT}' needs {END_OF_ALLOCATION} in the environment, set by "
                 "Slurm 22.05 and later; write the limit itself, such as '23:50:00'"
             )
         return float(end)

@@ -12,8 +12,8 @@ PLATEAU = 0.03
 """Minimum relative gain: below it, a larger micro-batch is not worth its memory, nor another point its run."""
 NEARLY = PLATEAU / 2
 """Points whose predicted scores differ by less than this share are ranked by the cost of running them."""
-OF_COMPUTE = 0.5
-"""Assumed upper bound on the share of compute time that another number of threads saves."""
+MAX_COMPUTE_SAVING = 0.5
+"""Assumed upper bound on the share of the compute time that another number of threads saves."""
 
 
 class Search:
@@ -135,7 +135,7 @@ class Search:
         parts = self.breakdown(point)
         if choice.saves == COMMUNICATION:
             return parts.exposed / parts.total
-        return OF_COMPUTE * parts.compute / parts.total if choice.saves == COMPUTE else 1.0
+        return MAX_COMPUTE_SAVING * parts.compute / parts.total if choice.saves == COMPUTE else 1.0
 
     def _is_open(self, point: Point) -> bool:
         """Tell whether the point is neither measured, nor at least as large as a failed one of the same stage and

@@ -133,9 +133,7 @@ class StepModel:
         self.time = StepTimeModel()
         self.time.fit([(point.stage, point.size, parts.compute / point.gas) for point, parts, _ in known])
         shares = [
-            b["fwd"] / 1e3 / (parts.compute or 1)
-            for _, parts, b in known
-            if b and b.get("fwd") and parts.compute
+            b["fwd"] / 1e3 / parts.compute for _, parts, b in known if b and b.get("fwd") and parts.compute
         ]
         self.forward_share = min(0.5, statistics.fmean(shares)) if shares else FORWARD_SHARE
         self.rates = {
@@ -176,12 +174,11 @@ class StepModel:
         distances = {at: (at != point, abs(math.log(at.size / point.size))) for at in near}
         return self.corrections[min(distances, key=lambda at: distances[at])]
 
-    def plateau(self, loss: float, gas: int = 1, parts: StepBreakdown | None = None) -> int:
+    def plateau(self, loss: float, gas: int, parts: StepBreakdown) -> int:
         """Return the micro-batch size in samples above which larger ones gain less than this share of throughput. The
         cost spread over the samples is a micro-batch's fixed time and its share of the once-per-step time."""
         each = self.time.per_sample + self.rates.get("data", 0.0)
-        once = 0.0 if parts is None else (parts.exposed + parts.update) / gas
-        fixed = self.time.fixed + once
+        fixed = self.time.fixed + (parts.exposed + parts.update) / gas
         return max(1, round(fixed / (each * loss))) if each else 1 << 20
 
 

@@ -39,15 +39,15 @@ class CannotFix(ExplainedError, ValueError):
 
 
 def start_text(source: ConfigSource, *, in_place: bool) -> str:
-    """Return the text to correct: the file's own or, for HJSON written to another file, its data as plain JSON. Raises
-    CannotFix for HJSON ``in_place``."""
+    """Return the text to correct: the file's own or, for HJSON and YAML written to another file, its data as plain
+    JSON. Raises CannotFix for these ``in_place``."""
     text = source.text or ""
     try:
         json.loads(text)
     except json.JSONDecodeError:
         if in_place:
             raise CannotFix(
-                f"{source.name} is HJSON, whose comments would be lost: give --output FILE to write the "
+                f"{source.name} is not JSON, and its comments would be lost: give --output FILE to write the "
                 "corrected config there as plain JSON"
             ) from None
         return json.dumps(source.data, indent=2) + "\n"

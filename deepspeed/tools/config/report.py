@@ -72,7 +72,7 @@ class Style:
     def bad(self, text: str) -> str:
         return self(text, "1;31")
 
-    def odd(self, text: str) -> str:
+    def warn(self, text: str) -> str:
         return self(text, "1;33")
 
 
@@ -83,7 +83,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
         for label, text in summary(report):
             yield f"  {label:<11}{text}"
     if report.warnings:
-        yield style.odd(counted(len(report.warnings), "warning"))
+        yield style.warn(counted(len(report.warnings), "warning"))
         yield from (f"  {warning}" for warning in report.warnings)
     if report.errors:
         yield style.bad(counted(len(report.errors), "error"))

@@ -34,11 +34,6 @@ def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
     return _reported_by(first, ssh)
 
 
-def check_connection(host: str, ssh: Sequence[str]) -> None:
-    """Raise LaunchError if ``host`` cannot be reached without a password."""
-    ask(host, ssh, "hostname")
-
-
 def resolved(name: str) -> str | None:
     try:
         return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
@@ -71,6 +66,7 @@ def _reported_by(host: str, ssh: Sequence[str]) -> str:
 
 
 def ask(host: str, ssh: Sequence[str], command: str) -> str:
+    """Return the output of a command on ``host``. LaunchError: ssh needs a password or fails, or the command fails."""
     try:
         answer = subprocess.run(
             [*ssh, "--", host, command],

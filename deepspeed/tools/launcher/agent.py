@@ -306,9 +306,9 @@ class PrefixedOutput:
 def _carry(source: int, sink: Any, prefix: bytes) -> None:
     """Forward lines until the last writer has closed the pipe. The poll waits for the first writer (Linux), before
     which a read would return end of file."""
-    comes = select.poll()
-    comes.register(source, select.POLLIN)
-    comes.poll()
+    poller = select.poll()
+    poller.register(source, select.POLLIN)
+    poller.poll()
     os.set_blocking(source, True)
     left = b""
     while chunk := os.read(source, CHUNK):

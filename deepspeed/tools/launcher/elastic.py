@@ -25,8 +25,9 @@ from deepspeed.tools.launcher.failures import show
 from deepspeed.tools.launcher.processes import NO_STEP, ElasticMemory, elastic_memory, kill_descendants
 from deepspeed.tools.launcher.shim import FIRST_FAILURE
 
-STARTS_IN_VAIN, STARTS_IN_VAIN_OF_OTHERS = 3, 12
-RESTARTS = 1000  # in total; STARTS_IN_VAIN is the limit that ends a hopeless job
+FRUITLESS_STARTS = 3  # in a row, without finishing a step: limit that ends a hopeless job
+FRUITLESS_STARTS_OF_OTHERS = 12  # likewise, if each time the cause was on another machine
+RESTARTS = 1000  # in total
 
 
 class ElasticSupervisor(Supervisor):
@@ -39,29 +40,29 @@ class ElasticSupervisor(Supervisor):
         self.job = job
         self.memory = memory
         self.step_at_start = memory.step
-        self.in_vain = 0
+        self.fruitless_starts = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if self._is_worth_a_start(result):
-                self._notify(result)
+            if self._should_restart(result):
+                self._log_restart(result)
             else:
                 self._remaining_restarts = 0
         return result
 
-    def _is_worth_a_start(self, result: RunResult) -> bool:
+    def _should_restart(self, result: RunResult) -> bool:
         if not result.failures:  # a rank hangs in the kernel and could not be killed
             return False
         first, step = self.failures(result)[0], self.memory.step
-        self.in_vain = 0 if step > self.step_at_start else self.in_vain + 1
+        self.fruitless_starts = 0 if step > self.step_at_start else self.fruitless_starts + 1
         if first.exit_code == TIME_IS_UP:
             return False
         if first.lost_peer and self.job.nodes > 1:  # the cause is on another machine, whose agent decides
-            return self.in_vain < STARTS_IN_VAIN_OF_OTHERS
-        return step > NO_STEP and self.in_vain < STARTS_IN_VAIN
+            return self.fruitless_starts < FRUITLESS_STARTS_OF_OTHERS
+        return step > NO_STEP and self.fruitless_starts < FRUITLESS_STARTS
 
-    def _notify(self, result: RunResult) -> None:
+    def _log_restart(self, result: RunResult) -> None:
         job = self.job
         show(job.script, self.failures(result), log_dir=job.log_dir, adds_local_rank=False)
         logger.warning("the ranks are restarted after step %d", self.memory.step)

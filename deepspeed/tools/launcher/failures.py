@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 MESSAGE_LENGTH = 400
 # Text of exceptions raised because a peer is gone: ours, gloo's, NCCL's and the store's.
-OF_A_PEER = (
+LOST_PEER_PATTERN = (
     rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
     r"|\bDist(Backend|Network|Store)Error"
 )
-_OF_A_PEER = re.compile(OF_A_PEER, re.IGNORECASE)
+_LOST_PEER = re.compile(LOST_PEER_PATTERN, re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Failure:
         exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
         message = str(inner.get("message", ""))
         # A killed process closes its connections before its exit is seen: a peer that notices did not fail first.
-        lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
+        lost_peer = _LOST_PEER.search(str(report.get("origin") or message)) is not None
         raised_at = None if ended_at and lost_peer else report.get("time")
         late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
         return cls(

@@ -26,7 +26,7 @@ from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.tools.launcher import cores, ports, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
 from deepspeed.tools.launcher.errors import LaunchError, logger
-from deepspeed.tools.launcher.failures import OF_A_PEER
+from deepspeed.tools.launcher.failures import LOST_PEER_PATTERN
 from deepspeed.tools.launcher.processes import adopt_orphans, handled_by, holding_signals
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.launcher.supervision import NODE_REPORT, RESTART_SIGNAL, RUNNER_PID
@@ -179,7 +179,7 @@ def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes:
         local_rank_argument=not args.no_local_rank,
         own_log=own_log,
         cores=bound,
-        of_a_peer=OF_A_PEER if nodes > 1 else "",
+        lost_peer_pattern=LOST_PEER_PATTERN if nodes > 1 else "",
     )
     start = (sys.executable, "-u", shim.__file__, str(os.getpid()), kind, json.dumps(options._asdict()))
     return (*start, args.training_script, *args.training_script_args)

@@ -109,7 +109,7 @@ def meet(job: NodeJob, memory: ElasticMemory) -> RendezvousHandler:
 
 
 def _heartbeats() -> dict[str, Any]:
-    """Return the heartbeat settings of a lost machine; torch before 2.7 does not accept them."""
+    """Return the settings by which lost machines are detected; empty for torch before 2.7, which has none."""
     known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
     wanted = {"keep_alive_interval": HEARTBEAT_S, "keep_alive_max_attempt": HEARTBEATS}
     return {name: value for name, value in wanted.items() if name in known}
@@ -127,7 +127,7 @@ def main(port: int, parent: int) -> None:
     die_with_parent(parent, signal.SIGTERM)
     store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     print("ready", flush=True)
-    while store:
+    while store:  # served by its own thread until this process ends
         signal.pause()
 
 

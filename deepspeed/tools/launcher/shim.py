@@ -38,9 +38,7 @@ class ShimOptions(NamedTuple):
     local_rank_argument: bool = True
     own_log: bool = False  # standard output is this rank's log file: send standard error there, too
     cores: list[list[int]] | None = None  # by local rank
-    of_a_peer: str = (
-        ""  # pattern of exceptions caused by a peer: this rank does not print them, the launcher reports them
-    )
+    lost_peer_pattern: str = ""  # of exceptions caused by a peer, which only the launcher reports
 
 
 def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
@@ -86,7 +84,7 @@ def main() -> None:
         sys.exit(INTERRUPTED)  # the launcher reports the interrupt once, for all ranks
     except BaseException as error:
         _set_last_exception(error)
-        report(error, options.own_log, options.of_a_peer)
+        report(error, options.own_log, options.lost_peer_pattern)
         sys.exit(1)
     record_end()
 
@@ -163,7 +161,7 @@ def _set_first_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
+def report(error: BaseException, own_log: bool, lost_peer_pattern: str = "") -> None:
     """Record the error for the launcher; print it if it is the first failure on this machine and not caused by a
     peer, or if the rank has its own log file."""
     import traceback
@@ -172,7 +170,7 @@ def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
     trace = _without_shim_frames(error.__traceback__)
     error.__traceback__ = trace
     origin = _oldest(error)
-    lost_peer = of_a_peer and re.search(of_a_peer, _one_line_of(origin), re.IGNORECASE)
+    lost_peer = lost_peer_pattern and re.search(lost_peer_pattern, _one_line_of(origin), re.IGNORECASE)
     first = _is_first_failure() and not lost_peer
     if first or own_log:
         sys.excepthook(type(error), error, trace)  # the user's own hook, if set

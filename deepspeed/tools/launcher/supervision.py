@@ -23,9 +23,7 @@ from deepspeed.tools.launcher.processes import (
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them
-RESTART_SIGNAL = (
-    signal.SIGUSR1
-)  # restart of an elastic job: a machine was lost, which its ranks may not notice
+RESTART_SIGNAL = signal.SIGUSR1  # to an elastic launcher: a machine was lost, which its ranks may not notice
 LAST_RESORT_S = 1.75  # time for the launcher to exit after it has killed its ranks
 
 

@@ -20,10 +20,10 @@ from deepspeed.ops.aio.async_io import aio_handle
 from deepspeed.ops.gds.gds import gds_handle
 from deepspeed.ops.io import FastFileWriter, FastFileWriterConfig
 
-# The engines that `ds_io` can time: the same read or write with an aio handle, a fast writer, or plain torch.
-
-
 HANDLES = ("aio_handle", "aio_basic")
+"""Engines that use an aio handle, which the `aio` section of a config configures."""
+FLAGS = ("single_submit", "overlap_events")
+"""Boolean settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +97,6 @@ def _save(buffer: Tensor, path: str, legacy: bool) -> None:
 def _fast_save(buffer: Tensor, path: str, config: FastFileWriterConfig, legacy: bool) -> None:
     with FastFileWriter(path, config) as writer:
         torch.save(buffer, cast(IO[bytes], writer), _use_new_zipfile_serialization=not legacy)
-
-
-FLAGS = ("single_submit", "overlap_events")
-"""Boolean settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ DEFAULT_SPACE: dict[str, list[Any]] = {
     "overlap_events": [True, False],
     "single_submit": [False],
 }
+FILE_PREFIX = "_ds_nvme_tune"
 _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
 
 
@@ -78,21 +79,15 @@ def _speed(args: argparse.Namespace, settings: Mapping[str, Any], kind: str) -> 
     transfer = Transfer(
         io_size=parsers.byte_count(args.io_size),
         read=kind == "read",
-        device=0 if args.gpu or args.gds else None,
         gds=args.gds,
         **settings,
     )
     if transfer.read and args.flush_page_cache:
         _flush_page_cache()
-    plans = [
-        MeasurePlan(
-            dataclasses.replace(transfer, device=None if transfer.device is None else index),
-            folder,
-            "_ds_nvme_tune",
-            args.loops,
-        )
-        for index, folder in enumerate(args.nvme_dir)
-    ]
+    plans = []
+    for index, folder in enumerate(args.nvme_dir):
+        own = dataclasses.replace(transfer, device=index if args.gpu or args.gds else None)
+        plans.append(MeasurePlan(own, folder, FILE_PREFIX, args.loops))
     return statistics.median(speeds(plans))
 
 
@@ -114,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for folder in args.nvme_dir:
             if os.path.isdir(folder):
-                Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+                Path(folder, f"{FILE_PREFIX}_0.bin").unlink(missing_ok=True)
 
 
 def _read_sweep(path: Path) -> Any:

@@ -67,7 +67,7 @@ def _check_forward(args: argparse.Namespace, module: nn.Module) -> None:
 
 
 def _write(folder: Path, texts: Mapping[str, str], force: bool) -> None:
-    """Write all files or none."""
+    """Write the files. RefusedInit: one exists and ``force`` is off, or the folder cannot be written."""
     there = [name for name in texts if (folder / name).exists()]
     if there and not force:
         raise RefusedInit(f"{folder} already has {', '.join(there)}: use --force to overwrite")

@@ -172,9 +172,9 @@ class BudgetedCall:
         if not torch.is_grad_enabled() or inside_transform():
             return run(*args, **kwargs)
         args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(each) for key, each in kwargs.items()}
-        counting = self.budget.measurement
-        if counting is not None:
-            return counting.call(
+        measurement = self.budget.measurement
+        if measurement is not None:
+            return measurement.call(
                 self.block,
                 lambda: run(*args, **kwargs),
                 lambda: _checkpointed(run, NOTHING, args, kwargs),
@@ -264,15 +264,15 @@ class _FirstForward:
         self.budget.measurement.begin()
 
     def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        count, self.budget.measurement = self.budget.measurement, None
-        if count is None:
+        measurement, self.budget.measurement = self.budget.measurement, None
+        if measurement is None:
             return
-        count.end()
+        measurement.end()
         if outputs is None:  # the forward raised
             return
         for handle in self._handles:
             handle.remove()
-        self.budget.decide(count)
+        self.budget.decide(measurement)
 
 
 def refuse_own_checkpoints(module: nn.Module) -> None:

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext
 
 
-# Linear layers and embeddings whose weight is stored in few bits and dequantized for each use.
-#
 # A weight is one frozen uint8 parameter (``concat_to_compat_param``), so that ZeRO partitions and offloads it like any
 # other: the integers travel between ranks, host memory and files.
 
 
-_BECAME = "_ds_quantized"
+_REPLACEMENT = "_ds_quantized"
 """Attribute of a weight: the parameter that replaces it in all layers that share it."""
 
 
@@ -45,18 +43,20 @@ class _QuantizedBase(nn.Module):
         weight: Any = layer.weight
         self.config = dict(config)
         self.full_shape = torch.Size(weight.shape)
-        self.kept = torch.float16 if weight.dtype is torch.float16 else torch.float32
-        # the dtype of dequantized values, which follows casts of the module
+        self.scale_dtype = torch.float16 if weight.dtype is torch.float16 else torch.float32
+        # Holds the dtype of dequantized values, which follows casts of the module.
         self.register_buffer(
             "like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False
         )
-        if not hasattr(weight, _BECAME):
-            setattr(weight, _BECAME, concat_to_compat_param(*GroupwiseQuantizer(config).quantize(weight)))
-        self._parameters["weight"] = getattr(weight, _BECAME)
+        if not hasattr(weight, _REPLACEMENT):
+            setattr(
+                weight, _REPLACEMENT, concat_to_compat_param(*GroupwiseQuantizer(config).quantize(weight))
+            )
+        self._parameters["weight"] = getattr(weight, _REPLACEMENT)
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize the weight to its original shape. ``dtype``: default: that of the module."""
-        parts = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
+        parts = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.scale_dtype)
         return GroupwiseDequantizer(self.config, dtype or self.like.dtype).dequantize(*parts)
 
 
@@ -93,7 +93,9 @@ class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
 
     def _rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of ``tokens``. Only they are dequantized, unless groups span several rows."""
-        words, scale, least = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
+        words, scale, least = parts_of_param(
+            self.weight.detach(), self.config, self.full_shape, self.scale_dtype
+        )
         maker = GroupwiseDequantizer(self.config, self.like.dtype)
         if maker.grouping.group_dim % 2 == 0:
             return maker.dequantize(words, scale, least)[tokens]

@@ -90,8 +90,8 @@ class GroupwiseQuantizer:
         else:
             least = grouped.amin(dim, keepdim=True)
             scale = (grouped.amax(dim, keepdim=True) - least) / (2**grouping.num_bits - 1)
-        kept = torch.float16 if tensor.dtype is torch.float16 else torch.float32
-        scale, least = scale.to(kept), least.to(kept)
+        scale_dtype = torch.float16 if tensor.dtype is torch.float16 else torch.float32
+        scale, least = scale.to(scale_dtype), least.to(scale_dtype)
         levels = levels_above(grouped, grouping.num_bits, scale.float(), least.float()).to(torch.uint8)
         packed = pack_bits(levels, grouping.num_bits, dim)
         return packed.flatten(dim - 1, dim), scale, least
@@ -136,20 +136,22 @@ def concat_to_compat_param(
 
 
 def parts_of_param(
-    joined: Tensor, config: dict[str, Any], shape: torch.Size, kept: torch.dtype
+    joined: Tensor, config: dict[str, Any], shape: torch.Size, scale_dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Split a result of ``concat_to_compat_param`` into (integers, scales, minima), as views if aligned. ``shape``: of
-    the original tensor; ``kept``: dtype of scales and minima."""
+    the original tensor; ``scale_dtype``: of scales and minima."""
     grouping = Grouping.of(config)
     dim, grouped = grouping.split(shape)
     small = tuple(1 if number == dim else size for number, size in enumerate(grouped))
     words = list(shape)
     words[grouping.group_dim] //= 8 // grouping.num_bits
-    if joined.data_ptr() % kept.itemsize:  # a misaligned view of a larger buffer
+    if joined.data_ptr() % scale_dtype.itemsize:  # a misaligned view of a larger buffer
         joined = joined.clone()
     count = torch.Size(small).numel()
-    step = -(-count * kept.itemsize // ALIGN) * ALIGN
-    scale, least = (joined[at : at + count * kept.itemsize].view(kept).view(small) for at in (0, step))
+    step = -(-count * scale_dtype.itemsize // ALIGN) * ALIGN
+    scale, least = (
+        joined[at : at + count * scale_dtype.itemsize].view(scale_dtype).view(small) for at in (0, step)
+    )
     return joined[2 * step : 2 * step + torch.Size(words).numel()].view(words), scale, least
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from deepspeed.tools.launcher import ports
-from deepspeed.tools.launcher.addresses import check_connection, master_address
+from deepspeed.tools.launcher.addresses import ask, master_address
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError, logger
@@ -56,7 +56,7 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
                 start = functools.partial(_beside_store, start, args.master_port)
             return start, reservation
         if name == PDSH_LAUNCHER and not args.no_ssh_check:
-            check_connection(hosts[0], connect)
+            ask(hosts[0], connect, "hostname")
         return _by_program(args, active, name), reservation
     except LaunchError:
         reservation.close()
