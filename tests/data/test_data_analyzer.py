@@ -215,6 +215,19 @@ def test_one_process_of_the_distributed_analysis(tmp_path: Path, threads: int) -
     check(tmp_path)
 
 
+def test_sums_of_the_distributed_analysis_are_wider_than_their_terms(tmp_path: Path) -> None:
+    DistributedDataAnalyzer(
+        list(range(300)),
+        batch_size=100,
+        metric_names=["count"],
+        metric_functions=[lambda batch: torch.tensor([len(batch)], dtype=torch.uint8)],
+        metric_types=["accumulate_value_over_samples"],
+        save_path=str(tmp_path),
+        device="cpu",
+    ).run_map_reduce()
+    assert rows(tmp_path, "count/count_metric_value") == [[300]]
+
+
 @distributed(world_size=3)
 def test_ranks_of_the_distributed_analysis(tmp_path: Path) -> None:
     analyzer = DistributedDataAnalyzer(Sentences(), save_path=str(tmp_path), device="cpu", **METRICS)

@@ -78,8 +78,8 @@ class DistributedDataAnalyzer:
     def run_map_helper(
         self, thread_id: int = 0, metric_queues: Sequence[Any] | None = None
     ) -> list[np.ndarray | None]:
-        """Return the metrics of one thread's part: values, or a sum (None: no samples). Each is also put in the queue
-        of its metric, as (thread_id, metric)."""
+        """Return the metrics of one thread's part: values, or an int64 sum (None: no samples). Each is also put in the
+        queue of its metric, as (thread_id, metric)."""
         _, parts = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)
         found: list[list[np.ndarray]] = [[] for _ in self.metric_names]
         for _, batch in batches_of(self.dataset, *parts[thread_id], self.batch_size, self.collate_fn):
@@ -90,7 +90,7 @@ class DistributedDataAnalyzer:
                 elif found[index]:
                     found[index][0] += values
                 else:
-                    found[index].append(values.copy())
+                    found[index].append(values.astype(np.int64))
         metrics = [np.concatenate(each) if each else None for each in found]
         for queue, metric in zip(metric_queues or [], metrics, strict=bool(metric_queues)):
             queue.put((thread_id, metric))
@@ -113,12 +113,10 @@ class DistributedDataAnalyzer:
             dist.barrier(group=self.comm_group)
 
     def _write_sum(self, name: str, folder: Path, own: list[np.ndarray]) -> None:
-        sums = [None] * self.num_workers
-        mine: Any = sum(each.astype(np.int64) for each in own) if own else None
+        mine: Any = sum(own) if own else None
+        sums = [mine] * self.num_workers
         if dist.is_initialized():
             dist.all_gather_object(sums, mine, group=self.comm_group)
-        else:
-            sums = [mine]
         total: Any = sum(each for each in sums if each is not None)
         dtype = find_fit_int_dtype(int(np.min(total)), int(np.max(total)))
         entries = [torch.as_tensor(total).reshape(-1)] if self.worker_id == 0 else []
