@@ -403,7 +403,7 @@ class pp_int(int):
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """Writes large numbers (>= 1000) as 1.000000e+03, and unknown types as text."""
+    """Writes numbers above 1000 as 5.000000e+08, and unknown types as text."""
 
     def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
         pad = "    " * (level + 1)

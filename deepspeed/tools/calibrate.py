@@ -181,12 +181,12 @@ def _first_failure(running: Sequence[subprocess.Popen[bytes]], progress: Path, t
     """Return the exit status of the first rank that fails, without waiting for the others, which may wait for it; None
     if all have succeeded. CalibrationError: the ranks run longer than ``LIMIT_S``."""
     deadline = time.monotonic() + LIMIT_S
-    told = 0
+    printed = 0
     while True:
         lines = progress.read_text().splitlines() if progress.exists() else []
-        for line in lines[told:]:
+        for line in lines[printed:]:
             tell(line)
-        told = len(lines)
+        printed = len(lines)
         statuses = [process.poll() for process in running]
         failed = next((status for status in statuses if status), None)
         if failed is not None or None not in statuses:

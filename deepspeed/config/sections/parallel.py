@@ -24,7 +24,6 @@ from deepspeed.config.section import (
 
 # The `tensor_parallel` section (AutoTP).
 
-
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
 
 

@@ -19,7 +19,6 @@ _MAX_SORTED = 4 << 20
 Chunks = Callable[[], Iterator[tuple[int, np.ndarray]]]
 """Returns a new iterator over the values of all samples in chunks, each with the index of its first sample."""
 
-
 Counts = tuple[np.ndarray, np.ndarray]
 """Ascending values, and the number of samples with each."""
 

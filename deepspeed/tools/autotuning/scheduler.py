@@ -34,7 +34,7 @@ class ResourceManager:
         args: The parsed command line of the launcher, with ``user_script`` and ``user_args``.
         hosts: Machines.
         num_gpus_per_node: Slots per machine.
-        results_dir: Folder of the results.
+        results_dir: Accepted for the documented signature: each experiment names its own folder.
         exps_dir: Folder of the experiments' descriptions.
         arg_mappings: Key of the config -> argument of the script that must have the same value.
     """

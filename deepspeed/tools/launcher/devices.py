@@ -28,7 +28,6 @@ ACCELERATOR_FILES = (
     "nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon*", "hl[0-9]*",
 )  # fmt: skip
 
-
 MAX_NODES = 100_000
 NO_HOSTFILE = ("", os.devnull)
 """Values of ``--hostfile`` that mean "no hostfile"."""

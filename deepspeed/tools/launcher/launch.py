@@ -36,7 +36,6 @@ from deepspeed.tools.launcher.supervision import NODE_REPORT, RESTART_SIGNAL, RU
 # with two threads reached 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
 SPIN_COUNT = "10000"
 
-
 PASSED_ON = {
     "--module": "run the script as a module, like 'python -m'",
     "--no_python": "run the script as a program, without Python",

@@ -66,7 +66,6 @@ Options of the launcher go before the script; everything after it is passed to t
 of the first rank that failed (128 + N if signal N ended it).
 """
 
-
 LAUNCHER_ARGS = "launcher_args"
 
 

@@ -58,9 +58,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; prompt for missing ones in a terminal, else exit with code 2 (SystemExit)."""
     made = parser()
     args = made.parse_args(argv)
-    asks = sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+    interactive = sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
     missing = [name for name in ("model", "goal") if getattr(args, name) is None]
-    if missing and not asks:
+    if missing and not interactive:
         made.error(f"give {' and '.join(f'--{name}' for name in missing)} (no terminal to ask in)")
     if missing:
         _ask_all(made, args)

@@ -38,18 +38,13 @@ class Decision:
     def config(self) -> dict[str, Any]:
         """The config to write."""
         request, micro = self.answer.request, self.answer.config.train_micro_batch_size_per_gpu
-        batch, steps = self.answer.config.train_batch_size, self.answer.config.gradient_accumulation_steps
-        # The global batch: a run on another number of ranks keeps it, or is told what fits. Trainers want the
-        # accumulation.
-        told = {"train_batch_size": batch} if self.plain_loop else {"gradient_accumulation_steps": steps}
+        # A plain loop gets the global batch, which a run on another number of ranks keeps or is refused with what
+        # fits; trainers want the accumulation.
+        key = "train_batch_size" if self.plain_loop else "gradient_accumulation_steps"
         return {
-            **told,
+            key: getattr(self.answer.config, key),
             "train_micro_batch_size_per_gpu": micro,
-            **{
-                key: value
-                for key, value in request.config.items()
-                if "batch" not in key and "steps" not in key
-            },
+            **{k: value for k, value in request.config.items() if "batch" not in k and "steps" not in k},
         }
 
 
@@ -124,7 +119,7 @@ def add_adapters(module: nn.Module) -> None:
                 linear.register_parameter(name, nn.Parameter(linear.weight.new_empty(shape)))
 
 
-def _ways(request: PlanRequest) -> Iterator[PlanRequest]:
+def _candidates(request: PlanRequest) -> Iterator[PlanRequest]:
     """Yield the candidates, cheapest in time first: without recomputation, then with it; within each, by ZeRO stage,
     since higher stages cost communication."""
     first = request.config["zero_optimization"]["stage"]
@@ -142,13 +137,13 @@ def _at(request: PlanRequest, stage: int) -> PlanRequest:
 def _smallest_that_fits(request: PlanRequest) -> Decision:
     reasons: list[str] = []
     found = None
-    for way in _ways(request):
-        found = answer(way)
+    for candidate in _candidates(request):
+        found = answer(candidate)
         if not found.lacking():
-            reasons.append(f"{_name(way)} is the first that fits.")
+            reasons.append(f"{_name(candidate)} is the first that fits.")
             return Decision(found, reasons)
         lacks = "; ".join(line for line in report.verdict(found) if "DOES NOT FIT" in line)
-        reasons.append(f"{_name(way)} was not taken: {lacks}.")
+        reasons.append(f"{_name(candidate)} was not taken: {lacks}.")
     assert found is not None
     for stage in (2, 3):  # at both, a rank's shard of the states can be offloaded to the host
         advice = advise(answer(_at(found.request, stage)))
