@@ -213,18 +213,19 @@ def quantized_product(
     input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: SmallProducts | None = None
 ) -> Tensor:
     """Multiply: [.., columns] -> [.., outputs], in the dtype of the input. Few rows use a kernel of host or GPU; for
-    more, the weights are dequantized temporarily."""
+    more, and under autograd, the weights are dequantized temporarily."""
     rows = input.numel() // matrix.columns if matrix.columns else 0
-    if 1 <= rows <= GPU_ROWS and gpu.usable(input, matrix.words, matrix.scales, bias):
+    graph = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+    if not graph and 1 <= rows <= GPU_ROWS and gpu.usable(input, matrix.words, matrix.scales, bias):
         from deepspeed.ops.gpu import integer_products  # imports Triton
 
-        graph = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if integer_products.supports(input, bias) and not graph:
+        if integer_products.supports(input, bias):
             words, scales = matrix.words, matrix.scales
             return integer_products.product(
                 input, words, scales, bias, bits=matrix.bits, columns=matrix.columns
             )
     described = matrix.described(bias)
-    if input.device.type != "cpu" or input.dtype not in DTYPE_CODES or not by_kernel(described.kind, rows):
+    on_host = input.device.type == "cpu" and input.dtype in DTYPE_CODES
+    if graph or not on_host or not by_kernel(described.kind, rows):
         return functional.linear(input, matrix.values(input.dtype), bias)
     return (products or SmallProducts())(input, described)

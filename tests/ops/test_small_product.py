@@ -65,6 +65,15 @@ def test_a_graph_is_left_to_torch() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_gradient_of_the_input_of_integers(bits: int) -> None:
+    matrix = QuantizedMatrix.of(draw(6, 128, seed=1), bits)
+    input = draw(1, 128).requires_grad_()
+    quantized_product(input, matrix, None).sum().backward()
+    assert input.grad is not None
+    torch.testing.assert_close(input.grad[0], matrix.values(torch.float32).sum(0))
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_all_instruction_sets_give_the_same_bits(bits: int) -> None:
     lib: Any = native.library()
