@@ -440,11 +440,11 @@ def forget_communicators(group: ProcessGroup | None = None) -> None:
             _transports.pop(known).close()
 
 
-_LET_GO_S = 0.01
+_GLOO_RELEASE_S = 0.01
 
 
 @atexit.register
-def _end() -> None:
+def _close_at_exit() -> None:
     """End native threads before their tensors are freed, and let gloo's workers release theirs.
 
     A gloo worker that has finished an operation drops its references to tensors, for which it may need the
@@ -454,4 +454,4 @@ def _end() -> None:
     """
     forget_communicators()
     if dist.is_available() and dist.is_initialized() and "gloo" in dist.get_backend():
-        time.sleep(_LET_GO_S)  # the lock is free meanwhile
+        time.sleep(_GLOO_RELEASE_S)  # releases the interpreter lock

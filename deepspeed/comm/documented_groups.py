@@ -149,8 +149,9 @@ _get_sequence_data_parallel_group = partial(_group, "dp", "sp")
 _get_sequence_data_parallel_world_size = partial(_size, "dp", "sp")
 _get_sequence_data_parallel_rank = partial(_rank, "dp", "sp")
 
-# --- Expert parallel. A group's name ("ep_size_4") has the number of ranks that a layer's experts are distributed
-# over. -------
+# --- Expert parallel ------------------------------------------------------------------------------
+#
+# A group's name ("ep_size_4") has the number of ranks that a layer's experts are distributed over.
 
 
 class _NotDivisible(AssertionError, ValueError):
@@ -341,8 +342,9 @@ def _get_max_expert_parallel_group() -> ProcessGroup | None:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-# --- Groups for scripts, separate from those of engines. Every rank calls their functions; they are created once.
-# -----------
+# --- Groups for scripts, separate from those of engines -------------------------------------------
+#
+# Every rank calls their functions; they are created once.
 
 
 def _existing_group(name: str) -> ProcessGroup | None:
@@ -397,7 +399,7 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
     return found
 
 
-# Sizes, ranks and groups of a model-parallel unit, for every generation of method names.
+# --- Model-parallel units, with every generation of method names ----------------------------------
 #
 # Megatron's units use `model_parallel` or `tensor_model_parallel`, and for stages `pipe_parallel` or
 # `pipeline_model_parallel`. Without a unit there is one rank, and no group.

@@ -78,7 +78,7 @@ def init_distributed(
         identity = _identify(auto_mpi_discovery, distributed_port)
         rank, world_size = identity.rank, identity.world_size
     elif init_method is None:
-        rank, world_size = _explicit(rank, world_size, distributed_port)
+        rank, world_size = _complete_identity(rank, world_size, distributed_port)
     if verbose and rank <= 0:
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
     _leave_first_device(backend)
@@ -187,7 +187,7 @@ def _own_address() -> str:
             return socket.gethostname()
 
 
-def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
+def _complete_identity(rank: int, world_size: int, port: int) -> tuple[int, int]:
     """Complete rank and world size from the environment, and set defaults for the rendezvous address."""
     known = environment.discover(os.environ, port, schedulers=False) if rank < 0 or world_size < 0 else None
     if known is not None:
@@ -311,7 +311,7 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def require_initialized(name: str) -> Any:
+def require_initialized(name: str) -> None:
     """Raise NotInitializedError unless the default group exists."""
     if not dist.is_initialized():
         raise NotInitializedError(f"deepspeed.comm.{name}: call deepspeed.init_distributed() first")

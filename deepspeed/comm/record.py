@@ -167,7 +167,7 @@ class CommsLogger:
         if print_log:
             print(_table(_TABLE_HEAD, summary))
             if links is not None:
-                print(_of_links(links))
+                print(_links_line(links))
             if stragglers is not None:
                 print(f"{'_' * 31}\nBreakdown with straggler effect\n{'-' * 31}")
                 print(_table(_STRAGGLER_HEAD, stragglers))
@@ -238,7 +238,7 @@ def _straggler_summary(name: str, size: int, latencies: list[float], everyone: l
     }
 
 
-def _of_links(links: dict[str, float]) -> str:
+def _links_line(links: dict[str, float]) -> str:
     kinds = (("within its host", "bytes_within_host"), ("across hosts", "bytes_across_hosts"))
     sent = [
         f"{convert_size(int(links[name]))} {kind} ({convert_size(int(links[f'{name}_per_step']))} per step)"

@@ -28,12 +28,11 @@ class WaitTime:
     def __init__(self, span: Any = None) -> None:
         self.span = span
         self.seconds = 0.0
-        self.times = 0
-        self._free = threading.Lock()
+        self._outermost = threading.Lock()
 
     def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run and time ``call(*args, **kwargs)``."""
-        if not self._free.acquire(blocking=False):
+        if not self._outermost.acquire(blocking=False):
             return call(*args, **kwargs)
         span = self.span
         if span is not None:
@@ -45,12 +44,11 @@ class WaitTime:
             if span is not None:
                 span.stop()
             self.seconds += time.perf_counter() - began
-            self.times += 1
-            self._free.release()
+            self._outermost.release()
 
     def take(self) -> float:
         """Return the milliseconds waited on the host's clock since the last call."""
-        taken, self.seconds, self.times = self.seconds, 0.0, 0
+        taken, self.seconds = self.seconds, 0.0
         return taken * 1e3
 
 

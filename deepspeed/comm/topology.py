@@ -36,8 +36,7 @@ class ProcessTopology:
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         places = product(*(range(size) for size in self.dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*at): rank for rank, at in enumerate(places)}
-
-        self._places = list(self.mapping)
+        self._coords = list(self.mapping)
 
     def sizes(self) -> dict[str, int]:
         """Return the number of ranks along each axis."""
@@ -75,9 +74,9 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return a rank's coordinates as a named tuple. ValueError: there is no such rank."""
-        if not 0 <= rank < len(self._places):
+        if not 0 <= rank < len(self._coords):
             raise ValueError(f"rank {rank} is outside the topology of {self.world_size()} ranks")
-        return self._places[rank]
+        return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the groups along an axis, whose ranks differ in that coordinate only. Empty if there is no such
@@ -169,7 +168,7 @@ class PipelineParallelGrid:
         self.ds_model_proc_group = self._new_group(self.ds_model_group)
         self.ds_model_world_size = len(self.ds_model_group)
         self.ds_model_rank = self.ds_model_group.index(self.global_rank)
-        self._take_sequences(1)
+        self._set_sequence_size(1)
 
     def share_sequences(self, ranks: int) -> None:
         """Split sequences over each ``ranks`` neighbouring replicas of a stage: *data parallel* then means the ranks
@@ -179,9 +178,9 @@ class PipelineParallelGrid:
             raise DeepSpeedConfigError(
                 f"sequence_parallel_size={ranks} does not divide the {len(self.dp_group)} replicas of a pipeline stage"
             )
-        self._take_sequences(ranks)
+        self._set_sequence_size(ranks)
 
-    def _take_sequences(self, ranks: int) -> None:
+    def _set_sequence_size(self, ranks: int) -> None:
         replicas, place = self.dp_group, self.replica_id
         self.sequence_parallel_size = ranks
         self.data_parallel_size = len(replicas) // ranks

@@ -21,11 +21,9 @@ from deepspeed.comm.groups import all_gather_single, default_timeout, reduce_sca
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 
-# The base class of communication backends, for custom ones.
-
 
 class Backend:
-    """Base of communication backends: a name, and whether its process group exists."""
+    """Base of communication backends, also custom ones: a name, and whether its process group exists."""
 
     def __init__(self, name: str = "backend", rank: int = 0, size: int = 1) -> None:
         self.name = name

@@ -45,19 +45,18 @@ from deepspeed.comm.hangs.thread_states import (
 )
 from deepspeed.comm.pending import explanation
 
-# Answers `ds stacks`: the stack of every thread of this rank, and the last collectives of its groups.
-#
-# An abstract Unix socket with user and process in its name (Linux): it is in no file system, disappears with the
-# process however that ends, and the kernel identifies the client. Only the same user and root get an answer. The
-# client is `deepspeed/tools/stacks.py`.
-
-
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ANSWER_S = 2.0
 
 
 class StackServer:
-    """Server of `ds stacks`: `serve` waits for requests in the calling thread. Linux only; elsewhere there are none."""
+    """Server of `ds stacks` (`deepspeed/tools/stacks.py`): answers with the stack of every thread of this rank, and
+    the last collectives of its groups. `serve` waits for requests in the calling thread.
+
+    It listens at an abstract Unix socket with user and process in its name: in no file system, gone with the process
+    however that ends, and the kernel identifies the client. Only the same user and root get an answer. Outside Linux
+    there are no requests.
+    """
 
     def __init__(self, own_report: Callable[[], HangReport]) -> None:
         self._own_report = own_report
@@ -242,7 +241,7 @@ class Watch:
         """Return a value that changes with communication progress; None while this rank does something else."""
         frames = main_frames()
         counts = [(each.name, each.count) for each in self._histories()]
-        # the host runs ahead of a device, and may wait for it anywhere
+        # The host runs ahead of a device, and may wait for it anywhere.
         if is_communicating(frames) or (counts and _uses_devices()):
             return counts, _torch_counts(), code_position(frames), self._positions()
         return None

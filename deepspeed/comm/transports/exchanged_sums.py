@@ -69,8 +69,8 @@ class ExchangedSum(GroupOperation):
     def reduce_scatter(self, output: Tensor, input: Tensor, scale: float) -> Pending:
         return self._issue(lambda levels: self._sum(levels, output, input, scale), input)
 
-    def all_reduce(self, tensor: Tensor, scale: float, all_gather: Callable[..., Any]) -> Pending:
-        """Sum in place. ``all_gather``: torch.distributed's flat form."""
+    def all_reduce(self, tensor: Tensor, scale: float) -> Pending:
+        """Sum in place."""
 
         def run(levels: ExchangeLevels) -> None:
             share = -(-tensor.numel() // self.size)
@@ -80,13 +80,13 @@ class ExchangedSum(GroupOperation):
                 padded[: tensor.numel()].copy_(tensor)
             own = tensor.new_empty(share)
             self._sum(levels, own, padded, scale)
-            self._wait(all_gather(padded, own, group=self.group, async_op=True), "all_reduce")
+            self._wait(all_gather_single(padded, own, group=self.group, async_op=True), "all_reduce")
             if padded is not tensor:
                 tensor.copy_(padded[: tensor.numel()])
 
         return self._issue(run, tensor)
 
-    # One sum ------------------------------------------------------------------------------------------------
+    # Arithmetic and messages --------------------------------------------------------------------------------
 
     def _sum(self, levels: ExchangeLevels, output: Tensor, input: Tensor, scale: float) -> None:
         count = output.numel()
@@ -119,7 +119,7 @@ class ExchangedSum(GroupOperation):
         self._wait(work, "reduce_scatter")
         return received
 
-    # Where it runs ------------------------------------------------------------------------------------------
+    # Streams and groups -------------------------------------------------------------------------------------
 
     def _issue(self, run: Callable[[ExchangeLevels], None], tensor: Tensor) -> Pending:
         levels = self._levels
@@ -149,8 +149,8 @@ class ExchangedSum(GroupOperation):
         blocks = hosts.blocks_of([bytes(row) for row in everyone.view(self.size, -1).tolist()])
         if len(blocks) == 1 or not hosts.are_regular(blocks):
             return ExchangeLevels(1, self.group, None)
-        place = self.group.rank() % len(blocks[0])
+        local_rank = self.group.rank() % len(blocks[0])
         here = next(block for block in blocks if self.group.rank() in block)
         inside = new_group([self.ranks[rank] for rank in here])
-        across = new_group([self.ranks[block[place]] for block in blocks])
+        across = new_group([self.ranks[block[local_rank]] for block in blocks])
         return ExchangeLevels(len(blocks), inside, across)

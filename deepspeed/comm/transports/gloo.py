@@ -273,7 +273,7 @@ class GlooTransport:
             wait()
             sum_in_blocks(tensor, list(everyone), channel.blocks, scale)
 
-        # one that is never waited for finishes with a later one
+        # A large one that is never waited for is finished with a later one.
         return OrderedPending(finish) if tensor.nbytes > SMALL_ALL_REDUCE_BYTES else Pending(finish)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:

@@ -49,7 +49,7 @@ class ProcessGroupTransport(GroupOperation):
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         if accumulation_dtype(tensor.dtype) != tensor.dtype:
-            return self.exchanged.all_reduce(tensor, scale, all_gather_single)
+            return self.exchanged.all_reduce(tensor, scale)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return self._then_scaled(work, "all_reduce", tensor, scale)
 
