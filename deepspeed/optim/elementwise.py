@@ -100,14 +100,14 @@ def _probe(optimizer: Optimizer) -> bool:
     devices = [] if device.type == "cpu" else [device]
     try:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            whole = _train(optimizer, [start], [[grad] for grad in grads])
-            pieces = _train(optimizer, _split(start), [_split(grad) for grad in grads])
+            whole = _updated(optimizer, [start], [[grad] for grad in grads])
+            pieces = _updated(optimizer, _split(start), [_split(grad) for grad in grads])
     except Exception as error:  # any error of a foreign optimizer means that it cannot update pieces
         logger.debug(f"{type(optimizer).__name__} does not update flat pieces of tensors: {error}")
         return False
-    moved = whole[0].flatten()
-    return bool(torch.allclose(torch.cat(pieces), moved, rtol=1e-5, atol=1e-6)) and not torch.equal(
-        moved, start.flatten()
+    updated = whole[0].flatten()
+    return bool(torch.allclose(torch.cat(pieces), updated, rtol=1e-5, atol=1e-6)) and not torch.equal(
+        updated, start.flatten()
     )
 
 
@@ -116,8 +116,8 @@ def _split(tensor: Tensor) -> list[Tensor]:
     return [flat[:_CUT].clone(), flat[_CUT:].clone()]
 
 
-def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """Train `values` with a stand-in for `optimizer` that has its settings; return the final values."""
+def _updated(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    """Return `values` after updates by a stand-in for `optimizer` with its settings, one per list of `grads`."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
     group = {**optimizer.param_groups[0]}
     if "lr" in group:

@@ -119,7 +119,7 @@ class LossScaler(LossScalerBase):
         self.good_steps = int(state["good_steps"])
         self.cur_iter = max(self.cur_iter, self.good_steps)
 
-    # Documented names of the same values, of the scalers and of the ``loss_scale_config`` of optimizers ------
+    # ---- documented names of the same values, also in the ``loss_scale_config`` of optimizers
 
     dynamic_loss_scale = property(attrgetter("dynamic"))
 
@@ -128,10 +128,7 @@ class LossScaler(LossScalerBase):
         return self.cur_iter - self.good_steps - 1
 
     scale_window = property(attrgetter("plan.window"))
-    min_scale = property(attrgetter("plan.minimum"))
-
-    min_loss_scale = min_scale
-
+    min_scale = min_loss_scale = property(attrgetter("plan.minimum"))
     delayed_shift = property(attrgetter("plan.hysteresis"))
     consecutive_hysteresis = property(attrgetter("plan.consecutive_hysteresis"))
 

@@ -31,9 +31,9 @@ def mu_adam(
     Raises:
         DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
     """
-    own = partial(FusedAdam, bias_correction=bias_correction, adam_w_mode=adam_w_mode)
+    cls = partial(FusedAdam, bias_correction=bias_correction, adam_w_mode=adam_w_mode)
     return _grouped_by_width(
-        "MuAdam", params, own, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        "MuAdam", params, cls, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     )
 
 
@@ -68,7 +68,7 @@ def mu_sgd(
     )
 
 
-def _grouped_by_width(name: str, params: Any, own: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _grouped_by_width(name: str, params: Any, cls: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
     try:
         import mup  # type: ignore[import-not-found]
     except ImportError as error:
@@ -77,7 +77,7 @@ def _grouped_by_width(name: str, params: Any, own: Any, settings: dict[str, Any]
         ) from error
 
     def without_empty(groups: list[dict[str, Any]], **rest: Any) -> torch.optim.Optimizer:
-        return own([group for group in groups if group["params"]], **rest)
+        return cls([group for group in groups if group["params"]], **rest)
 
     try:
         return getattr(mup, name)(params, impl=without_empty, **settings)

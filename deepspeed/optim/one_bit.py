@@ -25,8 +25,7 @@ MASK = "exp_avg_mask"
 """Group entry: a tensor of its parameters' size, 0 where their gradients are always exactly zero. Signs cannot encode
 zero, so momenta would move there, and errors would accumulate."""
 SHORT_MEMORY = 0.99
-"""Below this beta2 a frozen variance is an average of few gradients, and too small where those happened to be small.
-"""
+"""With a smaller beta2 a frozen variance averages few gradients, and is too small where those happened to be small."""
 BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
 
 
@@ -234,7 +233,8 @@ def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: Update
 def by_holders(
     masters: Sequence[Tensor], holders: HoldersOf | None
 ) -> Iterator[tuple[int, Communicator, list[int]]]:
-    """Number the kinds of weights, and yield those among ``masters``: kind, ranks and positions."""
+    """Yield each kind of weights among ``masters`` (dense, experts): its number, the ranks that hold the same ones, and
+    their positions in ``masters``. ``holders`` None: nothing."""
     for kind, (ranks, positions) in enumerate(holders(masters) if holders is not None else ()):
         if positions:
             yield kind, ranks, positions
@@ -265,10 +265,10 @@ def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 def ema_update(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
     """Compute ``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads in place."""
-    for whole, source in zip(momenta, grads, strict=True):
-        if momentum_kernels.update(whole, source, grad_scale, beta1):
+    for whole, whole_grad in zip(momenta, grads, strict=True):
+        if momentum_kernels.update(whole, whole_grad, grad_scale, beta1):
             continue
-        for momentum, grad in pieces(whole, source):
+        for momentum, grad in pieces(whole, whole_grad):
             wide = grad.to(torch.float32, copy=True)
             if grad_scale != 1.0:
                 wide.mul_(grad_scale)

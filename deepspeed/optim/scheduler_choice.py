@@ -24,26 +24,26 @@ def resolve_scheduler(
     if client is not None:
         if not callable(client) and not hasattr(client, "step"):
             raise TypeError(f"lr_scheduler must be a scheduler or a callable, not {type(client).__name__}")
-        _warn_of_another(client, optimizer, own)
+        _warn_of_other_optimizer(client, optimizer, own)
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client
     name = config.scheduler_name
     if name is None or optimizer is None:
         return None
-    kind = _find(name)
+    cls = _class_of(name)
     given = config.scheduler_params or {}
     params = {
         key: int(value) if key in WHOLE_NUMBERS and isinstance(value, float) else value
         for key, value in given.items()
         if value != "auto"
     }
-    known = set(inspect.signature(kind).parameters) - {"optimizer"}
+    known = set(inspect.signature(cls).parameters) - {"optimizer"}
     unknown = sorted(set(given) - known)
     if unknown:
         raise DeepSpeedConfigError(
             f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
         )
     try:
-        return kind(optimizer, **params)
+        return cls(optimizer, **params)
     except TypeError as error:  # a required argument is missing
         raise DeepSpeedConfigError(f"scheduler.params does not fit {name}: {error}") from error
 
@@ -65,7 +65,7 @@ def _needs_argument(step: Callable[..., Any]) -> bool:
     return any(param.kind in by_place and param.default is param.empty for param in own)
 
 
-def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
+def _warn_of_other_optimizer(client: Any, optimizer: Any, own: Any) -> None:
     """Warn of a torch scheduler that drives another optimizer than the engine's. As in 0.19 it is stepped, and the
     learning rate stays constant."""
     made_here = own is None or not hasattr(own, "param_groups")
@@ -77,15 +77,15 @@ def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
         )
 
 
-def _find(name: str) -> Any:
+def _class_of(name: str) -> Any:
     if name in VALID_LR_SCHEDULES:
         from deepspeed.optim import lr_schedules  # only if the config names one of ours
 
         return getattr(lr_schedules, name)
-    kind = getattr(torch.optim.lr_scheduler, name, None)
-    if kind is None:
+    cls = getattr(torch.optim.lr_scheduler, name, None)
+    if cls is None:
         raise DeepSpeedConfigError(
             f"scheduler.type={name!r} is unknown: use one of {', '.join(VALID_LR_SCHEDULES)} or the name "
             "of a class in torch.optim.lr_scheduler."
         )
-    return kind
+    return cls

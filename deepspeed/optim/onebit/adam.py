@@ -123,7 +123,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         total = torch.as_tensor(sum(variances), dtype=torch.float64).reshape(1).clone()
         if context.parts is not None:
             context.parts.all_reduce(total).wait()
-        now = float(total) / corrections(group, self.updates, self.updates)[0]
+        now = float(total) / divisor_and_rate(group, self.updates, self.updates)[0]
         before = self._sum_of_variances
         self._sum_of_variances = now
         if before > 0 and STABLE <= now / before <= 1 / STABLE:
@@ -144,8 +144,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1
             step = float(state["step"])
-            second, rate = corrections(group, step, variance_steps(state))
-            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            divisor, rate = divisor_and_rate(group, step, variance_steps(state))
+            scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
             if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
                 continue
             for piece in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
@@ -185,7 +185,9 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             average_variances([own[i] for i in positions], [variances[i] for i in positions], ranks)
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
-            used, now = (corrections(group, step, at)[0] for at in (variance_steps(self.state[master]), step))
+            used, now = (
+                divisor_and_rate(group, step, at)[0] for at in (variance_steps(self.state[master]), step)
+            )
             variance.mul_(used / now)  # updates divide by ``used``, as for a frozen variance
 
     def rank_state_dict(self) -> dict[str, Any]:
@@ -202,8 +204,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             self._sum_of_variances = saved[0].get("sum_of_variances", 0.0)
 
 
-def corrections(group: Group, step: float, var_steps: float) -> tuple[float, float]:
-    """Return the bias-correction divisor of the variance, and the corrected learning rate; ``var_steps``:
+def divisor_and_rate(group: Group, step: float, var_steps: float) -> tuple[float, float]:
+    """Return Adam's bias corrections: the divisor of the variance, and the corrected learning rate. ``var_steps``:
     updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0
@@ -212,9 +214,9 @@ def corrections(group: Group, step: float, var_steps: float) -> tuple[float, flo
     return second, float(group["lr"]) / first
 
 
-def root(variance: Tensor, second: float, eps: float) -> Tensor:
-    """Return the denominator of an update."""
-    return (variance / second).sqrt_().add_(eps)
+def denominator(variance: Tensor, divisor: float, eps: float) -> Tensor:
+    """Return sqrt(variance / divisor) + eps."""
+    return (variance / divisor).sqrt_().add_(eps)
 
 
 def plain_step(
@@ -229,12 +231,12 @@ def plain_step(
     decay: float,
 ) -> None:
     """Compute ``frozen_step`` in PyTorch."""
-    step = (momentum / root(variance, variance_correction, eps)).mul_(rate)
+    step = (momentum / denominator(variance, variance_correction, eps)).mul_(rate)
     param.mul_(decay).sub_(step.to(param.dtype))
     round_into(low, param)
 
 
-# Variances that each rank continues with its local gradients (``variance_interval``), with rare averaging.
+# ---- variances that each rank continues with its local gradients (``variance_interval``), averaged rarely
 #
 # The local gradient is the mean gradient plus noise, so its squares are too large: by nearly the same factor
 # everywhere, and by exactly that factor where a gradient is mostly noise. The factor is estimated from sums with random
@@ -266,8 +268,8 @@ def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
         )
         whole = flat.numel() // SUMS
         for first in range(0, whole, SUMS):
-            some = flat[first * SUMS : min(first + SUMS, whole) * SUMS].view(-1, SUMS).float()
-            total += signs[first : first + len(some)] @ some
+            rows = flat[first * SUMS : min(first + SUMS, whole) * SUMS].view(-1, SUMS).float()
+            total += signs[first : first + len(rows)] @ rows
         if rest := flat.numel() % SUMS:
             total[:rest] += signs[-1] * flat[-rest:].float()
     return total
@@ -275,8 +277,8 @@ def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
 
 def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: float, beta2: float) -> None:
     """Compute ``own`` = beta2 * own + (1 - beta2) * scale * grads^2 in place."""
-    for whole, source in zip(own, grads, strict=True):
-        for variance, grad in pieces(whole, source):
+    for whole, whole_grad in zip(own, grads, strict=True):
+        for variance, grad in pieces(whole, whole_grad):
             wide = grad.float()
             variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
 

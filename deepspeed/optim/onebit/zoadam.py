@@ -22,7 +22,7 @@ from deepspeed.optim.one_bit import (
     round_into,
     variance_steps,
 )
-from deepspeed.optim.onebit.adam import corrections, plain_step, root
+from deepspeed.optim.onebit.adam import denominator, divisor_and_rate, plain_step
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"
@@ -35,10 +35,10 @@ def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
 
 
 def _corrected(group: Group, step: float, seen: float) -> Group:
-    """Return a group without bias correction that gives the updates of ``group`` with it: for a variance divided by
-    c, rate m / (sqrt(v / c) + eps) = (rate sqrt(c)) m / (sqrt(v) + eps sqrt(c))."""
-    second, rate = corrections(group, step, seen)
-    factor, lr = math.sqrt(second), float(group["lr"])
+    """Return a group without bias correction that gives the updates of ``group`` with it, since for a variance divided
+    by c, rate m / (sqrt(v / c) + eps) = (rate sqrt(c)) m / (sqrt(v) + eps sqrt(c))."""
+    divisor, rate = divisor_and_rate(group, step, seen)
+    factor, lr = math.sqrt(divisor), float(group["lr"])
     decay = group["weight_decay"] / (rate * factor) * lr if rate else 0.0
     given = {"lr": rate * factor, "eps": group["eps"] * factor, "weight_decay": decay}
     return {**group, **given, "bias_correction": False}
@@ -197,14 +197,14 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         """Run an update of 1-bit Adam, before the variance is frozen. Rate times momentum travels, as later, so that
         the kept errors stay valid."""
-        prepared = [self._corrections(state, group) for state in states]
+        prepared = [self._divisor_and_rate(state, group) for state in states]
         sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
         self.exchange_means(number, part.masters, sums, holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
-        for master, state, total, low, (second, rate) in zip(
+        for master, state, total, low, (divisor, rate) in zip(
             part.masters, states, sums, part.lows, prepared, strict=True
         ):
-            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
             cut = pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
             for w, m, v, mean, rounded in cut:
                 torch.div(mean, rate or 1.0, out=m)
@@ -217,16 +217,16 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
         for master, state, low in zip(part.masters, states, part.lows, strict=True):
-            second, rate = self._corrections(state, group)
+            divisor, rate = self._divisor_and_rate(state, group)
             if not since:
                 state[SYNCED].copy_(master)
-            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
             own, sums = (master, state["exp_avg"], state["exp_avg_sq"]), (state[SYNCED], state[LOCAL])
             if frozen_step(*own, low, **scalars, local=sums, keeps_param=exchanges):
                 continue
             for w, m, v, synced, local, rounded in pieces(*own, *sums, low):
                 synced.mul_(decay)
-                local.add_((m / root(v, second, group["eps"])).mul_(rate))
+                local.add_((m / denominator(v, divisor, group["eps"])).mul_(rate))
                 if not exchanges:
                     _write(w, rounded, synced - local)
         self.rate_sums[number] = since + rate
@@ -237,26 +237,26 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Exchange the ranks' steps as sums of rate times momentum, whose mean gives the momentum."""
-        seconds = [self._corrections(state, group)[0] for state in states]
+        divisors = [self._divisor_and_rate(state, group)[0] for state in states]
         sums = [torch.empty_like(state[LOCAL]) for state in states]
-        for state, second, whole in zip(states, seconds, sums, strict=True):
+        for state, divisor, whole in zip(states, divisors, sums, strict=True):
             for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
-                torch.mul(local, root(v, second, group["eps"]), out=total)
+                torch.mul(local, denominator(v, divisor, group["eps"]), out=total)
         self.exchange_means(number, part.masters, sums, holders)
         rate = self.rate_sums[number] or 1.0
-        for master, state, second, whole, low in zip(
-            part.masters, states, seconds, sums, part.lows, strict=True
+        for master, state, divisor, whole, low in zip(
+            part.masters, states, divisors, sums, part.lows, strict=True
         ):
             own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], whole, low)
             for w, m, v, synced, local, total, rounded in pieces(*own):
-                _write(w, rounded, synced - total / root(v, second, group["eps"]))
+                _write(w, rounded, synced - total / denominator(v, divisor, group["eps"]))
                 torch.div(total, rate, out=m)
                 local.zero_()
         self.rate_sums[number] = 0.0
 
     @staticmethod
-    def _corrections(state: dict[str, Any], group: Group) -> tuple[float, float]:
-        return corrections(group, float(state["step"]), variance_steps(state))
+    def _divisor_and_rate(state: dict[str, Any], group: Group) -> tuple[float, float]:
+        return divisor_and_rate(group, float(state["step"]), variance_steps(state))
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
