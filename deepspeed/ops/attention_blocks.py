@@ -51,14 +51,14 @@ class Plain:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, mask, scale)
         lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        weights = torch.exp(scores - finite(lse).unsqueeze(-1))
         out = weights @ _repeated(v, q).to(weights.dtype)
         return out.to(q.dtype), lse
 
     def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV:
         q, k, v = qkv
         scores = self._scores(q, k, mask, scale)
-        weights = torch.exp(scores - _finite(lse).to(scores.dtype).unsqueeze(-1))
+        weights = torch.exp(scores - finite(lse).to(scores.dtype).unsqueeze(-1))
         wide = grad.to(weights.dtype)
         dv = weights.mT @ wide
         delta = (wide * out.to(wide.dtype)).sum(-1, keepdim=True)
@@ -96,7 +96,7 @@ class CpuFlash:
         return out, lse
 
     def backward(self, grad: Tensor, qkv: QKV, out: Tensor, lse: Tensor, mask: Mask, scale: float) -> QKV:
-        given, added = (grad, *qkv, out, _finite(lse)), _additive(mask, grad.dtype)
+        given, added = (grad, *qkv, out, finite(lse)), _additive(mask, grad.dtype)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0.0, mask is CAUSAL, attn_mask=added, scale=scale
         )
@@ -154,13 +154,13 @@ class JoinedBlocks:
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         together = torch.logaddexp(self.lse, lse)
-        base = _finite(together)
+        base = finite(together)
         self.out *= torch.exp(self.lse - base).unsqueeze(-1)
         self.out += out * torch.exp(lse - base).unsqueeze(-1)
         self.lse = together
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """Replace -inf by 0: fully masked rows then have zero weights, exp(-inf - 0) = 0."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 

@@ -128,8 +128,8 @@ class _Float8Linear(torch.autograd.Function):
             grad_input = _product(grad, scaled(weight, E4M3), ctx.dtype, ctx.emulate)
             grad_input = grad_input.view(*grads[0].shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[3]:
-            turned = Scaled(grad.codes.t(), grad.scale)
-            grad_weight = _product(turned, Scaled(codes, scale), weight.dtype, ctx.emulate)
+            transposed = Scaled(grad.codes.t(), grad.scale)
+            grad_weight = _product(transposed, Scaled(codes, scale), weight.dtype, ctx.emulate)
         return grad_input, None, None, grad_weight, None
 
 

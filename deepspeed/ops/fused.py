@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer, refuse
 
@@ -11,8 +11,6 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer, refuse
 class FusedOptimizer(MultiTensorOptimizer):
     """Mixin, listed before the class that computes the update."""
 
-    documented_name: ClassVar[str]
-    """Name in messages."""
     set_grad_none: bool
     """Default of `zero_grad`: drop gradients."""
 
@@ -29,7 +27,7 @@ class FusedOptimizer(MultiTensorOptimizer):
         grad_scaler: Any = None,
     ) -> Any:
         refuse(
-            f"{self.documented_name}.step",
+            f"{type(self).__name__}.step",
             grads=grads,
             output_params=output_params,
             scale=scale,

@@ -37,7 +37,7 @@ def collapse(tensors: Iterable[Tensor]) -> int:
     advise = _madvise()
     if advise is None:
         return 0
-    pages = [page for page, held in _held(tensors).items() if 2 * held >= HUGE_PAGE]
+    pages = [page for page, covered in _covered_bytes(tensors).items() if 2 * covered >= HUGE_PAGE]
     deadline = search_deadline(len(pages) * HUGE_PAGE)
     in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, pages)
     return sum(HUGE_PAGE for page in in_time if advise(page * HUGE_PAGE, HUGE_PAGE, _MADV_COLLAPSE) == 0)
@@ -48,14 +48,14 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
-def _held(tensors: Iterable[Tensor]) -> Counter[int]:
+def _covered_bytes(tensors: Iterable[Tensor]) -> Counter[int]:
     """Count the bytes that contiguous tensors cover of each huge page, by page number."""
-    held: Counter[int] = Counter()
+    covered: Counter[int] = Counter()
     spans = {(each.data_ptr(), each.nbytes) for each in tensors if _is_plain(each)}
     for begin, size in spans:
         for page in range(begin // HUGE_PAGE, -(-(begin + size) // HUGE_PAGE)):
-            held[page] += min(begin + size, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
-    return held
+            covered[page] += min(begin + size, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
+    return covered
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -14,7 +14,15 @@ from deepspeed.ops import native
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.formats import blockwise as state_codes
-from deepspeed.ops.formats.blockwise import BLOCK, OF_CODES, OF_PARAMS, SIGNED, UNSIGNED, Code, Sequence
+from deepspeed.ops.formats.blockwise import (
+    BLOCK,
+    CODE_DITHER,
+    PARAM_DITHER,
+    SIGNED,
+    UNSIGNED,
+    Code,
+    DitherSequence,
+)
 from deepspeed.zero.optimizer_registry import build_optimizer
 from tests.ops.cases import DTYPES, gradients, parameters, train
 
@@ -98,21 +106,21 @@ def test_rounding_in_proportion_keeps_averages() -> None:
     for value in (0.1003, 0.9871, 0.0042):
         values = torch.full((200 * BLOCK,), value)
         values[::BLOCK] = 1.0
-        dither = OF_CODES.dither(3, 0, values)
+        dither = CODE_DITHER.dither(3, 0, values)
         for code in (SIGNED, UNSIGNED):
             codes, scales = state_codes.encode(code, values, dither)
             found = state_codes.decode(code, codes, scales)[values != 1.0]
             assert found.unique().numel() == 2
             spread = float(found.max() - found.min())
             assert abs(float(found.double().mean()) - value) < 0.002 * spread
-        rounded = state_codes.round_randomly(values, OF_PARAMS.dither(3, 0, values))[values != 1.0]
+        rounded = state_codes.round_stochastically(values, PARAM_DITHER.dither(3, 0, values))[values != 1.0]
         assert rounded.unique().numel() == 2
         spread = float(rounded.max() - rounded.min())
         assert abs(float(rounded.double().mean()) - value) < 0.002 * spread
 
 
-@pytest.mark.parametrize("sequence", [OF_CODES, OF_PARAMS], ids=["codes", "params"])
-def test_dither_fills_the_range_evenly(sequence: Sequence) -> None:
+@pytest.mark.parametrize("sequence", [CODE_DITHER, PARAM_DITHER], ids=["codes", "params"])
+def test_dither_fills_the_range_evenly(sequence: DitherSequence) -> None:
     """Of 256 updates of one element, of 256 neighbours in one update, and of 256 rows in a column of matrices as wide
     as models are: how often numbers are below a limit is never far from it. Independent ones: 0.05 on average."""
     index = torch.arange(512)
@@ -141,7 +149,7 @@ def test_an_element_that_moves_little_arrives_where_it_should() -> None:
         weights = torch.full((64,), 0.5, dtype=torch.bfloat16)
         for step in range(1, 101):
             moved = weights.float() + part * step_of
-            weights = state_codes.round_randomly(moved, OF_PARAMS.dither(step, 0, weights))
+            weights = state_codes.round_stochastically(moved, PARAM_DITHER.dither(step, 0, weights))
             wanted = 0.5 + step * part * step_of
             assert float((weights.float() - wanted).abs().max()) < 3 * step_of, (part, step)
 

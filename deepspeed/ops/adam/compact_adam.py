@@ -121,9 +121,9 @@ class CompactAdam(MultiTensorAdam):
             for state in self.state.values():
                 for name in _CODE:
                     if name in state and state[name].dtype is not torch.uint8:
-                        self._take_back(state, name)
+                        self._restore_codes(state, name)
 
-    def _take_back(self, state: dict[str, Any], name: str) -> None:
+    def _restore_codes(self, state: dict[str, Any], name: str) -> None:
         """Restore a state tensor after loading: from codes, which loading has cast to float (whole numbers, so
         losslessly), or from values of another Adam.
         """
@@ -164,11 +164,14 @@ class CompactAdam(MultiTensorAdam):
         for i, step in zip(table.others, table.count_steps(table.others), strict=True):
             param, state, start = table.params[i].detach(), table.states[i], table.starts[i]
             wide, scaled, coded = param.float(), table.grads[i].float() * grad_scale, self.state_bits == 8
-            moments = [[kept] for kept in (self._kept(state, group) if coded else [state[n] for n in _CODE])]
+            moments = [
+                [kept]
+                for kept in (self._scaled_moments(state, group) if coded else [state[n] for n in _CODE])
+            ]
             updated = [wide.clone()]
-            self._torch_update(group, updated, [scaled], moments, [step], kept=coded)
+            self._torch_update(group, updated, [scaled], moments, [step], scaled_moments=coded)
             if coded:
-                dither = state_codes.OF_CODES.dither(step, start, wide)
+                dither = state_codes.CODE_DITHER.dither(step, start, wide)
                 new = (moments[0][0], _root(moments[1][0]))
                 for (name, code), value in zip(_CODE.items(), new, strict=True):
                     codes, scales = state_codes.encode(code, value, dither)
@@ -176,14 +179,16 @@ class CompactAdam(MultiTensorAdam):
                     state[name + SCALE].copy_(scales)
             result = updated[0]
             if group["stochastic_rounding"] and param.dtype is torch.bfloat16:
-                result = state_codes.round_randomly(result, state_codes.OF_PARAMS.dither(step, start, wide))
+                result = state_codes.round_stochastically(
+                    result, state_codes.PARAM_DITHER.dither(step, start, wide)
+                )
             param.copy_(result)
             low = None if table.low_precision is None else table.low_precision[i]
             if low is not None:
                 low.copy_(updated[0].view(low.shape))
 
     @staticmethod
-    def _kept(state: dict[str, Any], group: Group) -> list[Tensor]:
+    def _scaled_moments(state: dict[str, Any], group: Group) -> list[Tensor]:
         """Return both moments, multiplied by their betas."""
         factors = (group["betas"][0], math.sqrt(group["betas"][1]))
         first, root = (

@@ -57,8 +57,8 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             ValueError: several parameters have a gradient, which one state cannot serve.
         """
         loss = result_of(closure)
-        states = self._numbered
-        for group, param, grad in self._updated_now():
+        states = self._state_by_id
+        for group, param, grad in self._the_param_with_grad():
             states[param] = states[subgroup_id]
             try:
                 self.multi_tensor_step(group, [param], [grad])
@@ -78,7 +78,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             ValueError: as in ``step_subgroup``.
         """
         loss = result_of(closure)
-        states = self._numbered
+        states = self._state_by_id
         state = states.get(sub_group_id)
         if not state:
             raise RuntimeError(
@@ -87,17 +87,17 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             )
         if int(state["step"]) == 0:
             raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
-        for group, param, grad in self._updated_now():
+        for group, param, grad in self._the_param_with_grad():
             _undo(group, param, grad, state, decoupled=group[self.decoupled_key])
             state["step"] -= 1
         return loss
 
     @property
-    def _numbered(self) -> dict[Any, Any]:
+    def _state_by_id(self) -> dict[Any, Any]:
         """``state`` with ids as keys; torch declares the keys to be tensors."""
         return cast("dict[Any, Any]", self.state)
 
-    def _updated_now(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+    def _the_param_with_grad(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
         """Return group, parameter and gradient of the only parameter with a gradient, as a list; empty if none has."""
         found = []
         for group in self.param_groups:
@@ -135,7 +135,7 @@ def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, d
     state["exp_avg_sq"].copy_(((exp_avg_sq - (1.0 - beta2) * grad * grad) / beta2).clamp_(min=0.0))
 
 
-# The op's documented functions, for callers without an optimizer object.
+# ---- the op's documented functions, for callers without an optimizer object
 
 _made: dict[int, DeepSpeedCPUAdam] = {}
 """Optimizers by the callers' ids. An optimizer is given the state for one call only."""

@@ -16,8 +16,6 @@ class FusedAdam(FusedOptimizer, MultiTensorAdam):
     arithmetic. `amsgrad` is in the signature but not available.
     """
 
-    documented_name = "FusedAdam"
-
     def __init__(
         self,
         params: Any,

@@ -77,16 +77,16 @@ class MultiTensorAdam(MultiTensorOptimizer):
         states: list[Tensors],
         steps: list[int],
         *,
-        kept: bool = False,
+        scaled_moments: bool = False,
     ) -> None:
-        """See the base class. ``kept``: the given moments are already multiplied by their betas."""
+        """See the base class. ``scaled_moments``: the moments are already multiplied by their betas."""
         beta1, beta2 = group["betas"]
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         exp_avgs, exp_avg_sqs = states
         step_sizes, inv_corrections = zip(*(corrections(group, step) for step in steps), strict=True)
         if weight_decay != 0 and not group[self.decoupled_key]:
             grads = list(torch._foreach_add(grads, torch._foreach_mul(params, weight_decay)))
-        if not kept:
+        if not scaled_moments:
             torch._foreach_mul_(exp_avgs, beta1)
             torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta1))

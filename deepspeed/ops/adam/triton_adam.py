@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from deepspeed.ops import native
+from deepspeed.ops.gpu.types import FLOAT_OF_CODE
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import rounds
 from deepspeed.ops.update import Group, corrections
 
 BLOCK = 4096  # elements per program
-_DTYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
 _WORDS = tl.constexpr(native.SEGMENT_WORDS)
 
 
@@ -92,10 +92,10 @@ def step(launch: Launch, steps: list[int], group: Group, *, decoupled: bool, gra
                 step_size,
                 inv_correction2,
                 DECOUPLED=bool(decoupled or weight_decay == 0),
-                PARAM=_DTYPES[storage.param],
-                GRAD=_DTYPES[storage.grad],
-                STATE=_DTYPES[storage.state],
-                LOW=_DTYPES[storage.low_precision],
+                PARAM=FLOAT_OF_CODE[storage.param],
+                GRAD=FLOAT_OF_CODE[storage.grad],
+                STATE=FLOAT_OF_CODE[storage.state],
+                LOW=FLOAT_OF_CODE[storage.low_precision],
                 BLOCK=BLOCK,
                 num_warps=8,
                 enable_fp_fusion=False,

@@ -13,11 +13,9 @@ from torch import Tensor
 from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
-# The op ``pin_memory``: host tensors in locked memory, without a handle for file I/O.
-
 
 class pin_handle:
-    """Allocates locked tensors; shares their memory with ``aio_handle``."""
+    """Allocates host tensors in locked memory (the op ``pin_memory``); base of ``aio_handle``."""
 
     def __init__(self) -> None:
         self._locked = LockedMemory()
@@ -221,16 +219,16 @@ class aio_handle(pin_handle):  # documented name
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
         host, engine = self._on_host(buffer, copy=write), self._engine()
         try:
-            ticket = engine.start(write, host.data_ptr(), _nbytes(host), path, offset)
+            ticket = engine.start(write, host.data_ptr(), host.nbytes, path, offset)
         except AioFailure as failure:
-            raise _os_error(failure, write, path, offset, _nbytes(host)) from None
+            raise _os_error(failure, write, path, offset, host.nbytes) from None
         return PendingTransfer(engine, ticket, write, path, offset, buffer, host, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
         """Return the tensor, or for a device tensor a host tensor of the same size, with its values if ``copy``."""
         if buffer.device.type == "cpu":
             return buffer
-        host = host_buffer(_nbytes(buffer)).view(buffer.dtype).view(buffer.shape)
+        host = host_buffer(buffer.nbytes).view(buffer.dtype).view(buffer.shape)
         return host.copy_(buffer.detach()) if copy else host
 
     def _engine(self) -> AioEngine:
@@ -277,16 +275,12 @@ def _check(buffer: Tensor, offset: int) -> None:
         raise ValueError(f"file_offset = {offset}: expected at least 0")
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _finish(operation: PendingTransfer) -> None:
     """Wait for an operation, and copy what was read to its device."""
     try:
         operation.engine.finish(operation.ticket)
     except AioFailure as failure:
-        nbytes = _nbytes(operation.host)
+        nbytes = operation.host.nbytes
         raise _os_error(failure, operation.write, operation.filename, operation.offset, nbytes) from None
     if operation.validate:
         _validate(operation)

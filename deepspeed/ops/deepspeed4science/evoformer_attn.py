@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from deepspeed.ops.attention_blocks import finite
 from deepspeed.ops.gpu import usable
 
 Biases: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -54,7 +55,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, biases: Biases) -> tuple[Tensor, T
     for at, chunk in _chunks(q, k):
         scores = _scores(q, k, biases, at, chunk)
         lse[at, chunk] = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+        weights = torch.exp(scores - finite(lse[at, chunk]).unsqueeze(-1))
         out[at, chunk] = (weights @ _heads(v, at, chunk)).transpose(1, 2).to(out.dtype)
     return out, lse
 
@@ -108,7 +109,7 @@ def _backward(
     scale = q.shape[-1] ** -0.5
     for at, chunk in _chunks(q, k):
         scores = _scores(q, k, biases, at, chunk)
-        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+        weights = torch.exp(scores - finite(lse[at, chunk]).unsqueeze(-1))
         grad_out = _heads(grad, at, chunk)
         delta = (grad_out * _heads(out, at, chunk)).sum(-1, keepdim=True)
         dscores = weights * (grad_out @ _heads(v, at, chunk).mT - delta)
@@ -192,8 +193,3 @@ def _heads(x: Tensor, at: int, chunk: slice) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf by 0: fully masked rows then have zero weights."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -25,31 +25,34 @@ from torch import Tensor
 BLOCK = 256
 """Elements per scale."""
 
-_OFFSET, _BASE = 2.0**-15, 112 << 23
+OFFSET, BASE = 2.0**-15, 112 << 23
 """``c`` and its bits. All is scaled by 2**-7, so that the bits of ``c`` are zero where a code's bits go: encoding and
 decoding are shifts."""
-_ABOVE = 1 + 2.0**-22
+ABOVE = 1 + 2.0**-22
 """Exceeds rounding errors, so that the largest magnitude always gets the last code."""
-_TINY = 1e-30
+TINY = 1e-30
 """Blocks whose largest magnitude is below this are zero."""
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
+    """One of the two formats of codes."""
+
     top: int
+    """The largest code of a magnitude."""
     shift: int
     """Position of a code's lowest bit in a float's bits."""
     span: float
     signed: bool
 
-    def below(self, dither: Tensor) -> Tensor:
+    def dither_bits(self, dither: Tensor) -> Tensor:
         """Return the top bits of 32-bit ``dither``, aligned below a code's lowest bit."""
         return dither >> (32 - self.shift)
 
 
-UNSIGNED = Code(255, 18, 251 * _OFFSET, False)
-SIGNED = Code(127, 19, 247 * _OFFSET, True)
+UNSIGNED = Code(255, 18, 251 * OFFSET, False)
+SIGNED = Code(127, 19, 247 * OFFSET, True)
 
 
 def blocks(numel: int) -> int:
@@ -71,9 +74,9 @@ def decode_scaled(code: Code, codes: Tensor, scales: Tensor, by: float) -> Tenso
 
 
 def _shares(code: Code, codes: Tensor) -> Tensor:
-    """Return ratios to the largest magnitude, times the code's span. Flat."""
+    """Return ratios to the largest magnitude, times the code's span: fp32 [codes.numel()]."""
     flat = codes.reshape(-1).to(torch.int32)
-    shares = (_BASE | ((flat & code.top) << code.shift)).view(torch.float32) - _OFFSET
+    shares = (BASE | ((flat & code.top) << code.shift)).view(torch.float32) - OFFSET
     if code.signed:
         shares = (shares.view(torch.int32) | ((flat & 128) << 24)).view(torch.float32)
     return shares
@@ -90,10 +93,10 @@ def encode(code: Code, values: Tensor, dither: Tensor | None = None) -> tuple[Te
     flat = values.detach().reshape(-1)
     magnitude = flat.abs()
     scales = _largest(magnitude)
-    factors = (torch.full_like(scales, code.span).div_(scales) * _ABOVE).masked_fill_(scales == 0, 0.0)
-    shifted = magnitude * _per_element(factors, flat.numel()) + _OFFSET
-    added = 1 << (code.shift - 1) if dither is None else code.below(dither.reshape(-1))
-    last = _BASE + (code.top << code.shift)
+    factors = (torch.full_like(scales, code.span).div_(scales) * ABOVE).masked_fill_(scales == 0, 0.0)
+    shifted = magnitude * _per_element(factors, flat.numel()) + OFFSET
+    added = 1 << (code.shift - 1) if dither is None else code.dither_bits(dither.reshape(-1))
+    last = BASE + (code.top << code.shift)
     found = ((_bits(shifted).clamp_(max=last) + added) >> code.shift) & 0xFF
     if code.signed:
         found |= ((_bits(flat) >> 24) & 128).masked_fill_(flat.isnan(), 0)
@@ -108,10 +111,10 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _largest(magnitude: Tensor) -> Tensor:
-    """Return the largest magnitudes [blocks], 0 for blocks below ``_TINY``."""
+    """Return the largest magnitudes [blocks], 0 for blocks below ``TINY``."""
     padded = torch.nn.functional.pad(magnitude, (0, -magnitude.numel() % BLOCK))
     largest = padded.view(-1, BLOCK).amax(1)
-    return largest.masked_fill_(largest < _TINY, 0.0)
+    return largest.masked_fill_(largest < TINY, 0.0)
 
 
 def _per_element(scales: Tensor, numel: int) -> Tensor:
@@ -122,7 +125,7 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class DitherSequence:
     """A low-discrepancy sequence of 32-bit numbers: increments per update and per element, irrational fractions of
     2**32, so that the numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding
     errors cancel sooner than with independent random numbers."""
@@ -139,11 +142,11 @@ class Sequence:
         return (step * self.update + (index & _MASK) * self.element + (index >> 32) * self.high) & _MASK
 
 
-OF_CODES = Sequence(0x6A09E667, 0x9E3779B9, 0x85EBCA6B)
-OF_PARAMS = Sequence(0x9E3779B9, 0xBB67AE85, 0xC2B2AE35)
+CODE_DITHER = DitherSequence(0x6A09E667, 0x9E3779B9, 0x85EBCA6B)
+PARAM_DITHER = DitherSequence(0x9E3779B9, 0xBB67AE85, 0xC2B2AE35)
 
 
-def round_randomly(values: Tensor, dither: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, dither: Tensor) -> Tensor:
     """Round fp32 ``values`` stochastically to bfloat16."""
     bits = _bits(values.contiguous())
     rounded = (bits + (dither.view(values.shape) >> 16)) >> 16

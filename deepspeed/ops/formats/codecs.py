@@ -9,13 +9,13 @@ arithmetic without sums in an unspecified order, except for the mean of ``SignCo
 every rank decodes the same numbers from the same payload. On the host the native library does all of it in one pass
 over memory, on GPUs a Triton kernel (``ops/formats/host_codecs.py``), bit-identically.
 
-[Note: at random] ``BlockCodec`` with a seed rounds stochastically: each quotient up or down, unbiased. The direction is
-a hash of the element's index in its block, the bits of all numbers of the block, the block's number, and the seed. So
-there is no state: different numbers, hence every step, are rounded differently; ranks and buckets have different seeds;
-and the same numbers are rounded the same way on every device, and in a resumed run.
+[Note: stochastic rounding] ``BlockCodec`` with a seed rounds stochastically: each quotient up or down, unbiased. The
+direction is a hash of the element's index in its block, the bits of all numbers of the block, the block's number, and
+the seed. So there is no state: different numbers, hence every step, are rounded differently; ranks and buckets have
+different seeds; and the same numbers are rounded the same way on every device, and in a resumed run.
 
-[Note: what is not finite] A block with a NaN or an infinity has a non-finite scale, and decodes to non-finite numbers:
-a gradient overflow stays visible after the sum over ranks.
+[Note: non-finite values] A block with a NaN or an infinity has a non-finite scale, and decodes to non-finite numbers: a
+gradient overflow stays visible after the sum over ranks.
 """
 
 from __future__ import annotations
@@ -169,18 +169,18 @@ class BlockCodec(_NativeCodec):
     def pack(self, values: Tensor) -> Tensor:
         numel = values.shape[-1]
         blocks = _blocks(values, self.block)
-        rounding = nearest if self.seed is None else self._at_random(blocks, self.seed)
+        rounding = nearest if self.seed is None else self._stochastic(blocks, self.seed)
         codes, scales = symmetric_levels(blocks, self.bits, rounding=rounding, narrow=True)
         whole = codes.to(torch.int8).flatten(-2)[..., :numel].contiguous().view(torch.uint8)
         packed = whole if self.bits == 8 else pack_bits(whole & 15, 4)
         return _payload(self.nbytes(numel), scales.squeeze(-1), packed)
 
     @staticmethod
-    def _at_random(blocks: Tensor, seed: int) -> Rounding:
+    def _stochastic(blocks: Tensor, seed: int) -> Rounding:
         return lambda quotients: quotients.add_(_random_offsets(blocks, seed)).round_()
 
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
-        scales, data = _open(payloads, -(-numel // self.block))
+        scales, data = _split_payload(payloads, -(-numel // self.block))
         codes = unpack_bits(data, self.bits, numel).contiguous().view(torch.int8)
         whole = codes if self.bits == 8 else (codes ^ 8) - 8  # sign-extend the fourth bit
         blocks = _blocks(whole, self.block)
@@ -214,7 +214,7 @@ class SignCodec(_NativeCodec):
         return _payload(self.nbytes(numel), means, pack_signs(values))
 
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
-        scales, data = _open(payloads, -(-numel // self.block))
+        scales, data = _split_payload(payloads, -(-numel // self.block))
         signs = unpack_signs(data[..., : -(-numel // 8)], numel)
         return _blocks(signs, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
 
@@ -243,7 +243,7 @@ class FloatCodec(_NativeCodec):
         )
 
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
-        scales, data = _open(payloads, -(-numel // self.block))
+        scales, data = _split_payload(payloads, -(-numel // self.block))
         codes = data[..., :numel].contiguous().view(torch.float8_e4m3fn)
         return _blocks(codes, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
 
@@ -341,7 +341,8 @@ def seed_of(*numbers: int) -> int:
 
 
 def _random_offsets(blocks: Tensor, seed: int) -> Tensor:
-    """Return fp32 in (-1/2, 1/2) per element of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
+    """Return fp32 in (-1/2, 1/2) per element of ``blocks`` [..., blocks, block], fp32; see [Note: stochastic
+    rounding]."""
     block = blocks.shape[-1]
     number = torch.arange(blocks.numel() // block, device=blocks.device)
     keys = _hash32(number + _hash32(number.new_full((), seed & _WORD) + (number >> 32)))
@@ -392,7 +393,7 @@ def _payload(nbytes: int, scales: Tensor, data: Tensor) -> Tensor:
     return payload
 
 
-def _open(payloads: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+def _split_payload(payloads: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Split payloads into scales [..., blocks] and data."""
     head = _SCALE * blocks
     return payloads[..., :head].contiguous().view(torch.float32), payloads[..., head:]

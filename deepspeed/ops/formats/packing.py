@@ -16,16 +16,16 @@ def pack_bits(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
     dim, count = dim % codes.dim(), codes.shape[dim]
     word = math.lcm(bits, 8)
     if word > 8:
-        codes = codes.to(_holding(word))
+        codes = codes.to(_word_dtype(word))
     each = _parts(codes, dim, word // bits)
     words = each[0].clone()
     for number, part in enumerate(each[1:], 1):
         words |= part << (bits * number)
     if word == 8:
         return words.to(torch.uint8)
-    return _joined([(words >> shift) & 255 for shift in range(0, word, 8)], dim, -(-count * bits // 8)).to(
-        torch.uint8
-    )
+    return _interleaved(
+        [(words >> shift) & 255 for shift in range(0, word, 8)], dim, -(-count * bits // 8)
+    ).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int | None = None, dim: int = -1) -> Tensor:
@@ -39,15 +39,15 @@ def unpack_bits(packed: Tensor, bits: int, count: int | None = None, dim: int = 
     word = math.lcm(bits, 8)
     words = packed
     if word > 8:
-        words, *others = _parts(packed.to(_holding(word)), dim, word // 8)
+        words, *others = _parts(packed.to(_word_dtype(word)), dim, word // 8)
         for number, part in enumerate(others, 1):
             words = words | part << (8 * number)
     mask = (1 << bits) - 1
-    codes = _joined([(words >> shift) & mask for shift in range(0, word, bits)], dim, count)
+    codes = _interleaved([(words >> shift) & mask for shift in range(0, word, bits)], dim, count)
     return codes.to(torch.uint8 if bits < 8 else torch.int32)
 
 
-def _holding(bits: int) -> torch.dtype:
+def _word_dtype(bits: int) -> torch.dtype:
     return torch.int32 if bits < 32 else torch.int64
 
 
@@ -58,5 +58,6 @@ def _parts(values: Tensor, dim: int, each: int) -> tuple[Tensor, ...]:
     return values.unflatten(dim, (-1, each)).unbind(dim + 1)
 
 
-def _joined(parts: list[Tensor], dim: int, count: int) -> Tensor:
+def _interleaved(parts: list[Tensor], dim: int, count: int) -> Tensor:
+    """Invert `_parts`; keep the first ``count`` along ``dim``."""
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, count)

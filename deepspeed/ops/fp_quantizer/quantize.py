@@ -173,9 +173,6 @@ class FP_Quantize(Quantizer):
         return FloatGroups(FORMATS[bits], self.group_size)
 
 
-# Products with quantized matrices.
-
-
 def matmul_fp8(
     inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
 ) -> Tensor:

@@ -89,7 +89,7 @@ class CuFileEngine:
         self._lib = lib
         self._parts = options.intra_op_parallelism
         self._pool = ThreadPoolExecutor(self._parts, thread_name_prefix="gds")
-        self._under_way: dict[int, tuple[_File, list[Future[None]]]] = {}
+        self._in_flight: dict[int, tuple[_File, list[Future[None]]]] = {}
         self._tickets = 0
 
     def start(self, write: bool, address: int, nbytes: int, path: str, offset: int) -> int:
@@ -100,11 +100,11 @@ class CuFileEngine:
             for begin, end in _parts(offset, nbytes, self._parts)
         ]
         self._tickets += 1
-        self._under_way[self._tickets] = file, futures
+        self._in_flight[self._tickets] = file, futures
         return self._tickets
 
     def finish(self, ticket: int) -> None:
-        file, futures = self._under_way.pop(ticket)
+        file, futures = self._in_flight.pop(ticket)
         failures = [error for future in futures if (error := future.exception())]
         file.close()
         if failures:
@@ -112,7 +112,7 @@ class CuFileEngine:
 
     def close(self) -> None:
         self._pool.shutdown()
-        for file, _ in self._under_way.values():
+        for file, _ in self._in_flight.values():
             file.close()
 
 

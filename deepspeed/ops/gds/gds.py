@@ -67,7 +67,7 @@ class gds_handle(aio_handle):  # documented name
     def pin_device_tensor(self, tensor: Tensor) -> bool:
         """Register the memory of a contiguous tensor; unpin it before that memory is freed."""
         _check_device(tensor)
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes and tensor.data_ptr() not in self._registered:
             cufile.register(self._cufile, tensor.data_ptr(), nbytes)
             self._registered[tensor.data_ptr()] = nbytes

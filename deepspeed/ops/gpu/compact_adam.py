@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed.ops import native
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.gpu.dropout import signed
+from deepspeed.ops.gpu.types import FLOAT_OF_CODE
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import rounds
 from deepspeed.ops.update import Group, corrections
@@ -26,23 +26,20 @@ WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision,
 _WORDS = tl.constexpr(WORDS)
 _BLOCK = tl.constexpr(state_codes.BLOCK)
 _BLOCKS = 4  # per program
-_TYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
 _CODED = 3  # storage type of coded moments: `enum ds_state_codes`
 
-_OFFSET = tl.constexpr(2.0**-15)  # ``c`` of the reference
-_BASE = tl.constexpr(112 << 23)  # its bits
-_ABOVE = tl.constexpr(1 + 2.0**-22)
-_SIGNED_LAST = tl.constexpr((112 << 23) + (state_codes.SIGNED.top << state_codes.SIGNED.shift))
-_ROOT_LAST = tl.constexpr((112 << 23) + (state_codes.UNSIGNED.top << state_codes.UNSIGNED.shift))
+_OFFSET, _BASE = tl.constexpr(state_codes.OFFSET), tl.constexpr(state_codes.BASE)
+_ABOVE, _TINY = tl.constexpr(state_codes.ABOVE), tl.constexpr(state_codes.TINY)
+_SIGNED_LAST = tl.constexpr(state_codes.BASE + (state_codes.SIGNED.top << state_codes.SIGNED.shift))
+_ROOT_LAST = tl.constexpr(state_codes.BASE + (state_codes.UNSIGNED.top << state_codes.UNSIGNED.shift))
 _CODES_ELEMENT, _CODES_HIGH = (
-    tl.constexpr(state_codes.OF_CODES.element),
-    tl.constexpr(state_codes.OF_CODES.high),
+    tl.constexpr(state_codes.CODE_DITHER.element),
+    tl.constexpr(state_codes.CODE_DITHER.high),
 )
 _PARAMS_ELEMENT, _PARAMS_HIGH = (
-    tl.constexpr(state_codes.OF_PARAMS.element),
-    tl.constexpr(state_codes.OF_PARAMS.high),
+    tl.constexpr(state_codes.PARAM_DITHER.element),
+    tl.constexpr(state_codes.PARAM_DITHER.high),
 )
-_TINY = tl.constexpr(1e-30)
 _SIGNED_SPAN, _ROOT_SPAN = tl.constexpr(state_codes.SIGNED.span), tl.constexpr(state_codes.UNSIGNED.span)
 _SIGNED_SHIFT, _ROOT_SHIFT = tl.constexpr(state_codes.SIGNED.shift), tl.constexpr(state_codes.UNSIGNED.shift)
 
@@ -202,7 +199,8 @@ def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool,
     for part in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
         step_size, inv_correction2 = corrections(group, part.steps)
         codes_offset, params_offset = (
-            signed(part.steps * sequence.update) for sequence in (state_codes.OF_CODES, state_codes.OF_PARAMS)
+            signed(part.steps * sequence.update)
+            for sequence in (state_codes.CODE_DITHER, state_codes.PARAM_DITHER)
         )
         with torch.cuda.device_of(part.segments):
             _compact_kernel[(len(part.blocks),)](
@@ -223,11 +221,11 @@ def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool,
                 step_size,
                 inv_correction2,
                 DECOUPLED=bool(decoupled or weight_decay == 0),
-                STOCHASTIC=bool(group["stochastic_rounding"]) and _TYPES[storage.param] is tl.bfloat16,
+                STOCHASTIC=bool(group["stochastic_rounding"]) and FLOAT_OF_CODE[storage.param] is tl.bfloat16,
                 CODED=storage.state == _CODED,
-                PARAM=_TYPES[storage.param],
-                GRAD=_TYPES[storage.grad],
-                LOW=_TYPES[storage.low_precision],
+                PARAM=FLOAT_OF_CODE[storage.param],
+                GRAD=FLOAT_OF_CODE[storage.grad],
+                LOW=FLOAT_OF_CODE[storage.low_precision],
                 BLOCKS=_BLOCKS,
                 num_warps=4,
                 enable_fp_fusion=False,

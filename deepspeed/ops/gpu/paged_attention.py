@@ -49,7 +49,7 @@ def _rows_of(pieces, piece, first, kv_head, GROUP: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _capped(scores, softcap):
+def _soft_capped(scores, softcap):
     """Return ``softcap * tanh(scores / softcap)``."""
     return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
 
@@ -98,7 +98,7 @@ def _scored(
     """Return the scores of a tile of keys, in base 2: minus infinity where a row does not attend to the key."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if SOFTCAP:
-        scores = _capped(scores, softcap)
+        scores = _soft_capped(scores, softcap)
     if slopes is not None:
         scores += slope[:, None] * (column[None, :] - position[:, None]).to(tl.float32)
     seen = exists[None, :] & (column[None, :] <= position[:, None])
@@ -123,7 +123,7 @@ def _stored_part(
 
 
 @triton.jit
-def _begun(sinks, item, head, inside, ROWS: tl.constexpr):
+def _initial_sums(sinks, item, head, inside, ROWS: tl.constexpr):
     """Return the running maximum and sum before the first key: those of the attention sink, if there is one."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -175,7 +175,7 @@ def _attend(
     blocks = tl.cdiv(end, BLOCK)
 
     q = _queries(query, token, head, inside, query_token, query_head, key_size, KEY_SIZE).to(DOT)
-    top, total = _begun(sinks, item, head, inside, ROWS)
+    top, total = _initial_sums(sinks, item, head, inside, ROWS)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head, mask=inside, other=0.0)

@@ -20,7 +20,7 @@ def _store_value(source, target, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turned(
+def _rotated(
     at,  # a query or key head
     weight,  # [size] of its norm, or None
     cosines,  # [pairs] at the row's position
@@ -32,19 +32,19 @@ def _turned(
 ):
     """Return a head after its norm and rotation, fp32 [BLOCK], and write it in place."""
     column = tl.arange(0, BLOCK)
-    inside, is_turned = column < size, column < 2 * pairs
+    inside, is_rotated = column < size, column < 2 * pairs
     is_first = column < pairs
     pair = tl.where(is_first, column, column - pairs)
     other = tl.where(is_first, column + pairs, column - pairs)
-    other = tl.where(is_turned, other, column)
+    other = tl.where(is_rotated, other, column)
     x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
         factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
         x = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         y = y * factor * tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(cosines + pair, mask=is_turned & inside, other=1.0)
-    sine = tl.load(sines + pair, mask=is_turned & inside, other=0.0)
+    cosine = tl.load(cosines + pair, mask=is_rotated & inside, other=1.0)
+    sine = tl.load(sines + pair, mask=is_rotated & inside, other=0.0)
     result = tl.where(is_first, x * cosine - y * sine, x * cosine + y * sine)
     tl.debug_barrier()  # each element of a pair is also read by the thread of the other one
     tl.store(at + column, result.to(at.dtype.element_ty), mask=inside)
@@ -81,10 +81,10 @@ def _rotary_kernel(
     angle = tl.load(positions + row) * pairs
     if head < heads:
         at = start + head * key_size
-        _turned(at, query_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
+        _rotated(at, query_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
     elif head < heads + kv_heads:
         key_at = start + head * key_size
-        key = _turned(key_at, key_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
+        key = _rotated(key_at, key_weight, cosines + angle, sines + angle, key_size, pairs, eps, KEY)
         column = tl.arange(0, KEY)
         place = ((block * kv_heads + head - heads) * key_size + column) * block_size + offset
         tl.store(keys + place, key.to(keys.dtype.element_ty), mask=column < key_size)

@@ -1,7 +1,7 @@
-"""Small floating-point numbers in groups (`deepspeed/ops/fp_quantizer`): made and read in one kernel each.
+"""Encode and decode groups of small floating-point numbers (`deepspeed/ops/formats/small_floats.py`), a kernel each.
 
 A program has one group. Codes are packed in cells: two of 4 bits or one of 8 in a byte, four of 6 or two of 12 in three
-bytes. Everything but stochastic rounding has the bits of the reference in PyTorch.
+bytes. Except for stochastic rounding, results are bit-identical to the reference in PyTorch.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -25,13 +25,13 @@ _TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^exponent in fp32, of normal numbers."""
+    """Return 2^exponent in fp32, for exponents of normal numbers."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _code(x, random, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, CODES: tl.constexpr):
-    """The code (int32) of fp32 numbers; ``random`` in [0, 1), or None: nearest, ties to even."""
+    """Return the codes (int32) of fp32 numbers; ``random`` in [0, 1), or None: nearest, ties to even."""
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -44,7 +44,7 @@ def _code(x, random, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, CODES: tl.c
         whole = tl.floor(steps + random).to(tl.int32)
     code = ((exponent + (bias - 1)) << MANTISSA) + whole
     code = tl.minimum(tl.maximum(code, 0), CODES - 1)
-    if EXPONENT + MANTISSA == 7:  # the one format that has a code for what is not a number
+    if EXPONENT + MANTISSA == 7:  # E4M3, the only format with a code for NaN
         code = tl.where(magnitude > 0x7F800000, CODES, code)
     return code | tl.where(bits < 0, 1 << (EXPONENT + MANTISSA), 0)
 
@@ -142,8 +142,8 @@ def supports(tensor: Tensor, group: int) -> bool:
 def encode(
     x: Tensor, group: int, exponent: int, mantissa: int, codes: int, largest: float, *, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [groups, bytes of a group], and scales, fp32 [groups, 1]. ``seed``: for stochastic rounding; None:
-    to nearest."""
+    """Return codes, uint8 [groups, bytes of a group], and scales, fp32 [groups, 1]. ``seed``: of stochastic rounding;
+    None: to nearest."""
     bits = 1 + exponent + mantissa
     groups, width = triton.cdiv(x.numel(), group), group * bits // 8
     packed = torch.empty(groups, width, dtype=torch.uint8, device=x.device)
@@ -168,7 +168,10 @@ def encode(
 def decode(
     packed: Tensor, scales: Tensor | None, out: Tensor, group: int, exponent: int, mantissa: int, codes: int
 ) -> None:
-    """Fill ``out`` (contiguous) with what codes stand for; the scales follow them, or are given."""
+    """Decode ``packed`` into ``out``, which is contiguous. ``scales`` None: they follow the codes of each group.
+
+    ValueError: too few bytes or scales for ``out``.
+    """
     groups = triton.cdiv(out.numel(), group)
     stride = group * (1 + exponent + mantissa) // 8 + (4 if scales is None else 0)
     if packed.numel() < groups * stride or (scales is not None and scales.numel() < groups):

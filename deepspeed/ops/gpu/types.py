@@ -7,11 +7,16 @@ import os
 import torch
 import triton.language as tl
 
+from deepspeed.ops.native import DTYPE_CODES
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """True: kernels of this process are interpreted on the host, in numpy (Triton reads the variable at import)."""
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Storage dtypes of kernels; they compute in fp32."""
+
+FLOAT_OF_CODE = {DTYPE_CODES[dtype]: kind for dtype, kind in FLOATS.items()}
+"""The same by their codes in `native.Storage`."""
 
 
 def operand_type(dtype: torch.dtype) -> tl.dtype:

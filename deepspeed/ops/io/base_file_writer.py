@@ -1,4 +1,4 @@
-"""Base class of all writers: the path and the context-manager protocol."""
+"""Base class of all writers, with the path and the context-manager protocol, and the two plain ones."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ def as_bytes(buffer: Any) -> Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-# A plain Python file, as a baseline.
-
-
 class PyFileWriter(BaseFileWriter):
+    """Writes a plain Python file, as a baseline."""
+
     def __init__(self, file_path: str) -> None:
         super().__init__(file_path)
         self._file = open(file_path, "wb")  # noqa: SIM115  # closed by close()
@@ -83,11 +82,8 @@ class PyFileWriter(BaseFileWriter):
         self._file.close()
 
 
-# A writer that only counts bytes, to measure the cost of serialization alone.
-
-
 class MockFileWriter(BaseFileWriter):
-    """Writes nothing; `num_bytes` and `num_writes` count what would have been written."""
+    """Writes nothing, to measure the cost of serialization alone; `num_bytes` and `num_writes` count."""
 
     def __init__(self, file_path: str) -> None:
         super().__init__(file_path)

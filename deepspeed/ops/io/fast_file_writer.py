@@ -39,7 +39,7 @@ class FastFileWriterConfig:
             )
         if self.pinned_tensor.device.type != "cpu" or not self.pinned_tensor.is_contiguous():
             raise ValueError("FastFileWriterConfig: pinned_tensor must be a contiguous host tensor")
-        if self.pinned_tensor.numel() * self.pinned_tensor.element_size() < 2:
+        if self.pinned_tensor.nbytes < 2:
             raise ValueError("FastFileWriterConfig: pinned_tensor is empty")
 
 
@@ -53,7 +53,7 @@ class FastFileWriter(BaseFileWriter):
         self._parts = _parts(config.pinned_tensor, 2 if config.double_buffer else 1)
         self._filled = 0  # bytes in the first part
         self._offset = 0  # bytes of the file that are written or in flight
-        self._under_way = False
+        self._in_flight = False
         self._closed = False
         with open(file_path, "wb"):  # create or truncate
             pass
@@ -78,7 +78,7 @@ class FastFileWriter(BaseFileWriter):
         self._join()
         if self._filled:
             self._handle.async_pwrite(self._parts[0][: self._filled], self._file_path, self._offset)
-            self._under_way = True
+            self._in_flight = True
         self._offset += self._filled
         self._filled = 0
         self._parts.append(self._parts.pop(0))
@@ -86,8 +86,8 @@ class FastFileWriter(BaseFileWriter):
             self._join()
 
     def _join(self) -> None:
-        if self._under_way:
-            self._under_way = False
+        if self._in_flight:
+            self._in_flight = False
             self._handle.wait()
 
     def flush(self) -> None:

@@ -1,4 +1,8 @@
-"""FusedLion: Lion on any device."""
+"""Lion: FusedLion on any device, and DeepSpeedCPULion on the host, for offloaded training.
+
+X. Chen et al.: Symbolic Discovery of Optimization Algorithms (2023), algorithm 2: the update is the sign of one
+interpolation between momentum and gradient, the new momentum is another; weight decay is decoupled.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,9 @@ from deepspeed.ops.fused import FusedOptimizer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import Group, Tensors
 
-# Arithmetic shared by FusedLion and DeepSpeedCPULion.
-#
-# X. Chen et al.: Symbolic Discovery of Optimization Algorithms (2023), algorithm 2: the update is the sign of one
-# interpolation between momentum and gradient, the new momentum is another; weight decay is decoupled.
-
 
 class MultiTensorLion(MultiTensorOptimizer):
-    """Lion. Groups have lr, betas, weight_decay."""
+    """Base of both. Groups have lr, betas, weight_decay."""
 
     state_names = ("exp_avg",)
     kernel_name, kernel_factors = "ds_lion", ("lr", "betas", "weight_decay")
@@ -44,8 +43,6 @@ def _sign(x: Tensor) -> Tensor:
 class FusedLion(FusedOptimizer, MultiTensorLion):
     """Lion, one kernel per group of tensors."""
 
-    documented_name = "FusedLion"
-
     def __init__(
         self,
         params: Any,
@@ -56,9 +53,6 @@ class FusedLion(FusedOptimizer, MultiTensorLion):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.set_grad_none = set_grad_none
-
-
-# DeepSpeedCPULion: Lion on the host, for offloaded training.
 
 
 class DeepSpeedCPULion(MultiTensorLion):

@@ -144,7 +144,7 @@ def gpu_attention(
 def _by_scores(
     query: Tensor, key: Tensor, value: Tensor, plan: LayoutPlan, masks: Masks, scale: float
 ) -> Tensor:
-    """By way of the blocks of the scores, in fp32 (fp64 if the inputs are)."""
+    """Compute `block_attention` from materialized blocks of the scores, in fp32 (fp64 if the inputs are)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (query, key, value))
     index = plan.index(query.device)

@@ -52,25 +52,27 @@ class MatMul:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         index = self.make_lut(a.dtype, a.device)
-        a, b = _four(a), _four(b)
+        a, b = _with_four_dims(a), _with_four_dims(b)
         rows, columns, heads = index.rows * self.block, index.columns * self.block, index.heads
         if self.mode == "sdd":
-            a, b = _turned(a, self.trans_a), _turned(b, self.trans_b)
+            a, b = _maybe_transposed(a, self.trans_a), _maybe_transposed(b, self.trans_b)
             _check_side("a", a, heads, -2, rows)
             _check_side("b", b, heads, -1, columns)
             return Sampled.apply(a, b, index)
         if self.mode == "dsd":
             index.check(a, "a")
-            b = _turned(b, self.trans_b)
+            b = _maybe_transposed(b, self.trans_b)
             _check_side("b", b, heads, -2, rows if self.trans_a else columns)
             return TimesDense.apply(a, b, index, self.trans_a)
         index.check(b, "b")
-        a = _turned(a, self.trans_a)
+        a = _maybe_transposed(a, self.trans_a)
         _check_side("a", a, heads, -1, columns if self.trans_b else rows)
         return TimesDense.apply(b, a.mT, index, not self.trans_b).mT
 
 
 class Sampled(torch.autograd.Function):
+    """`sampled` with gradients for both operands."""
+
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
         ctx.save_for_backward(a, b)
@@ -87,6 +89,8 @@ class Sampled(torch.autograd.Function):
 
 
 class TimesDense(torch.autograd.Function):
+    """`times_dense` with gradients for both operands."""
+
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
         ctx.save_for_backward(blocks, b)
@@ -106,13 +110,13 @@ class TimesDense(torch.autograd.Function):
         return grad_blocks, grad_b, None, None
 
 
-def _four(x: Tensor) -> Tensor:
+def _with_four_dims(x: Tensor) -> Tensor:
     while x.dim() < 4:
         x = x.unsqueeze(0)
     return x
 
 
-def _turned(x: Tensor, transposed: bool) -> Tensor:
+def _maybe_transposed(x: Tensor, transposed: bool) -> Tensor:
     return x.mT if transposed else x
 
 

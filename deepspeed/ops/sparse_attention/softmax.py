@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Products of block-sparse matrices in plain PyTorch. Work and memory are proportional to the number of blocks.
+# ---- products of block-sparse matrices in plain PyTorch: work and memory proportional to the number of blocks
 #
 # A sparse matrix is a layout [heads, block rows, block columns] and its blocks [batch, number of blocks, block, block],
 # in the order of ``layout.nonzero()``. Dense matrices are [batch, heads, rows, columns]. Block-sparse products as in
@@ -190,6 +190,8 @@ def columns_of(bias: Tensor, index: BlockIndex) -> Tensor:
 
 
 class _RowSoftmax(torch.autograd.Function):
+    """Softmax of each row over its blocks [batch, blocks, block, block], in fp32 inside."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: BlockIndex) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

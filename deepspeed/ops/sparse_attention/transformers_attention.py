@@ -163,7 +163,7 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
 def use_padding_masks(model: nn.Module) -> None:
     """Let a Transformers model pass the padding mask [batch, tokens], or None, to attention modules that replaced its
     own."""
-    _register(NAME, _replaced, text_config(model.config))
+    _register(NAME, _refuse_lookup, text_config(model.config))
 
 
 def _register(name: str, attention: Callable[..., Any], text: Any) -> None:
@@ -184,7 +184,7 @@ def _register(name: str, attention: Callable[..., Any], text: Any) -> None:
     text._attn_implementation = name
 
 
-def _replaced(module: nn.Module, *_: Any, **__: Any) -> Any:
+def _refuse_lookup(module: nn.Module, *_: Any, **__: Any) -> Any:
     raise ValueError(
         f"{type(module).__name__} selects its attention by name, but the attention of this model's layers "
         "was replaced by sparse self-attention"

@@ -19,7 +19,7 @@ from torch.nn import functional
 from deepspeed.ops import gpu, native
 from deepspeed.ops.transformer.products import linear, linear_gradients
 
-# Parts of a transformer layer that save less for backward, and recompute or derive the rest there.
+# ---- parts of the layer that save less for backward, and recompute or derive the rest there
 
 
 class InvertibleLayerNorm(torch.autograd.Function):
@@ -92,13 +92,13 @@ class DroppedWeights(torch.autograd.Function):
         weights, kept, value = ctx.saved_tensors
         grad_value = grad_weights = None
         if ctx.needs_input_grad[1]:
-            grad_value = _again(ctx, weights, kept).mT @ grad
+            grad_value = _same_dropout(ctx, weights, kept).mT @ grad
         if ctx.needs_input_grad[0]:
-            grad_weights = _again(ctx, grad @ value.mT, kept)
+            grad_weights = _same_dropout(ctx, grad @ value.mT, kept)
         return grad_weights, grad_value, None
 
 
-def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
+def _same_dropout(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
     """Apply the dropout of forward to ``x``."""
     if kept is None:
         return dropped(x, ctx.ratio, ctx.seed)
@@ -379,7 +379,7 @@ def _broadcastable(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.dtype == torch.bool else mask.to(dtype)
 
 
-# Between the parts of a transformer layer: dropout, residual addition, and the norm of the sum.
+# ---- between the parts of the layer: dropout, residual addition, and the norm of the sum
 
 
 def added_norm(
@@ -401,7 +401,7 @@ def added_norm(
     return total, functional.layer_norm(total, weight.shape, weight, bias, eps)
 
 
-# Dropout that saves nothing for backward: what is dropped is a function of an element's index and a seed.
+# ---- dropout that saves nothing for backward: what is dropped is a function of an element's index and a seed
 #
 # The seed comes from torch's generator, so runs are reproducible, and recomputation with restored random state drops
 # the same elements. One native pass on the host, or one Triton kernel on a GPU, also adds the residual, with the same
