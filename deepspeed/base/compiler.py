@@ -33,9 +33,6 @@ def enable(min_version: str | None = None) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-# Small documented helpers around torch itself.
-
-
 def _numbers(version: str) -> tuple[int, int]:
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)

@@ -225,10 +225,9 @@ def _is_first_time(level: int, text: str) -> bool:
 
 def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Call ``log_dist`` the first time this text occurs."""
-    if logger.isEnabledFor(level) and _is_first_time(level, str(message)):
-        text = get_dist_msg(message, ranks)
-        if text is not None:
-            logger.log(level, text, stacklevel=2)
+    first = logger.isEnabledFor(level) and _is_first_time(level, str(message))
+    if first and (text := get_dist_msg(message, ranks)) is not None:
+        logger.log(level, text, stacklevel=2)
 
 
 def warning_once(message: Any, *args: Any) -> None:

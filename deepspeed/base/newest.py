@@ -15,7 +15,7 @@ class Newest(Generic[T]):
         self._known: list[weakref.ref[T]] = []
 
     def add(self, item: T) -> None:
-        self._known = [known for known in self._known if known() not in (None, item)]
+        self.remove(item)
         self._known.append(weakref.ref(item))
 
     def remove(self, item: T) -> None:

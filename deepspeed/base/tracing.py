@@ -9,14 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# Exclude a function from `torch.compile` without importing the compiler, which takes half a second.
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """Act as `torch.compiler.disable(function)`: neither it nor its callees are compiled.
+    """Act as `torch.compiler.disable(function)`, without the half second of importing the compiler: neither the
+    function nor its callees are compiled.
 
     The function itself is marked as the compiler's own decorators do: the attribute keeps traced callers from
     inlining it, the strategy of its code keeps the compiler away from its frame and those below.
@@ -32,7 +30,7 @@ def untraced(function: F) -> F:
     return function
 
 
-# Hooks and the transforms of `torch.func` (`grad`, `vmap`, `jvp`, ...).
+# ---- the transforms of `torch.func` (`grad`, `vmap`, `jvp`, ...)
 #
 # Inside a transform every torch operation is interpreted: tensors created there are wrappers without memory, and
 # autograd runs over values that are not gradients of the training step. Code that works on memory has to leave the

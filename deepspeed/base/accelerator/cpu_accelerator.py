@@ -110,8 +110,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
         return torch.initial_seed()
@@ -128,8 +127,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def current_stream(self, device_index: int | None = None) -> Any:
         return self._runtime.current_stream()
 
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return self._runtime.current_stream()
+    default_stream = current_stream
 
     # --- Memory -----------------------------------------------------------------------------------
 
@@ -149,11 +147,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return self._peak.peak()
 
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self._peak.sample()
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self._peak.peak()
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         current, peak = self._peak.sample(), self._peak.peak()

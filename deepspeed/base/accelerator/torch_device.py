@@ -114,8 +114,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
     def current_stream(self, device_index: int | None = None) -> Any:
         return None
 
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return None
+    default_stream = current_stream
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return self._runtime.current_allocated_memory()
