@@ -6,7 +6,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from deepspeed.comm.collectives import forget_communicators
+from deepspeed.comm.pending import CommunicationError
 from deepspeed.comm.reduction import sum_in_blocks, sum_in_order
 from deepspeed.comm.transports import gloo, hierarchical
 from deepspeed.comm.transports.hosts import are_regular, blocks_of
@@ -157,3 +160,13 @@ def test_a_gather_crosses_between_hosts_before_it_is_waited_for():
             time.sleep(0.001)
         pending.wait()
         assert torch.equal(output, torch.arange(1.0, 5.0).unsqueeze(1).expand(4, 1000))
+
+
+@distributed(world_size=4)
+def test_waiting_after_the_group_is_destroyed_raises():
+    """Its shared memory is unmapped by then."""
+    with two_hosts(), using("hierarchical") as comm:
+        pending = comm.barrier()
+        forget_communicators(dist.group.WORLD)
+        with pytest.raises(CommunicationError, match="the process group was destroyed here"):
+            pending.wait()

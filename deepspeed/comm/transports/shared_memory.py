@@ -166,7 +166,9 @@ class SharedMemoryChannel:
     def issue(self, operation: bytes, *tensors: Tensor) -> Pending:
         if self._unwatched:
             self._unwatched = [one for one in self._unwatched if not self.is_done(one[0])]
-        return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
+        # An OrderedPending may be finished after its group was destroyed: then `wait()` raises.
+        ticket = 0 if self.handle is None else self.lib.ds_shm_issue(self.handle, operation)
+        return _SharedMemoryPending(self, ticket, operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
         """Keep the tensors of an operation that is never waited for until it is done, as native code uses raw
