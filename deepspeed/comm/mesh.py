@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from deepspeed.base.environment import default_group
 from deepspeed.base.newest import Newest
 from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.comm.groups import new_group
@@ -103,10 +104,9 @@ class ProcessMesh:
         timeout: timedelta | None = None,
     ) -> ProcessMesh:
         """Build a mesh over all ranks. `dp=None`: the remaining factor. `node=None`: all replicas on one host."""
-        if world_size is None:
-            world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if rank is None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+        own_rank, job_size = default_group() or (0, 1)
+        world_size = job_size if world_size is None else world_size
+        rank = own_rank if rank is None else rank
         model = tp * pp * sp
         if dp is None:
             dp = world_size // model if model > 0 else 0
@@ -121,7 +121,7 @@ class ProcessMesh:
     @classmethod
     def from_layout(cls, layout: MeshLayout) -> ProcessMesh:
         """Build the mesh of this job's ranks from a layout of as many ranks. ValueError: their numbers differ."""
-        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        rank, world = default_group() or (0, 1)
         if world != layout.world_size:
             raise ValueError(f"the mesh was planned for {layout.world_size} ranks, but the job has {world}")
         return cls(rank, {}, layout=layout)
@@ -138,7 +138,7 @@ class ProcessMesh:
         ordered = sorted(names, key=lambda name: BASE_AXES.index(_DEVICE_MESH_AXES[name]))
         if list(names) != ordered:
             raise ValueError(f"device mesh dimensions {list(names)}: order them as {ordered}")
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        _, world = default_group() or (0, 1)
         if not torch.equal(mesh.mesh.flatten(), torch.arange(world)):
             raise ValueError(f"the device mesh must hold the job's {world} ranks in ascending order")
         sizes = {_DEVICE_MESH_AXES[name]: mesh.size(i) for i, name in enumerate(names)}
@@ -165,7 +165,7 @@ class ProcessMesh:
     @classmethod
     def from_mpu(cls, mpu: Any) -> ProcessMesh:
         """Build a mesh with the groups of a Megatron-style model-parallel unit; axes that it lacks get size 1."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, _ = default_group() or (0, 1)
         ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         groups: Groups = {}
         for axes, getters in _MPU_GROUPS.items():
@@ -261,7 +261,7 @@ class ProcessMesh:
                 raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
         wide = [axis for axis in key if self.size(axis) > 1]
         if len(wide) > 1:
-            world = dist.get_world_size() if dist.is_initialized() else 1
+            _, world = default_group() or (0, 1)
             if math.prod(self.size(axis) for axis in wide) == world:
                 return tuple(range(world))
             raise ValueError(f"the model-parallel unit has no group over {' x '.join(wide)}")
@@ -299,7 +299,7 @@ _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
 
 def _around_sequences(rank: int, sequence: tuple[int, ...]) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Return the groups over dp and over dp x sp, given the group of ranks that share a sequence."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, world = default_group() or (0, 1)
     size = len(sequence)
     if world % size or sequence != tuple(range(rank - rank % size, rank - rank % size + size)):
         raise ValueError(
