@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.base.constants import default_pg_timeout
 from deepspeed.base.logging import logger
+from deepspeed.comm.groups import default_timeout
 from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, listed, quietly, store_of_default_group
 from deepspeed.comm.pending import CommunicationError
 
@@ -31,6 +31,7 @@ class StoreExchange:
         several = self._group_store is not None
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._store: Any = clone(self._group_store) if several else None
+        self._timeout_s = default_timeout().total_seconds()
         self._key = ""
         self._round = 0
         self._answer: str | None = None
@@ -43,7 +44,7 @@ class StoreExchange:
     def combine(self, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
         """Return ``join`` of all ranks' bytes, in rank order; rank 0 calls it, and it must not fail.
 
-        CommunicationError: a rank did not answer in time, or is gone.
+        CommunicationError: a rank did not answer within the job's timeout, or is gone.
         """
         if self._store is None:
             return join([own])
@@ -113,7 +114,7 @@ class StoreExchange:
             if main_ended is None and self.rank == 0 and _exiting_on_error():
                 main_ended = now
             late = main_ended is not None and now > main_ended + EXIT_WAIT_S
-            if late or now > began + default_pg_timeout.total_seconds():
+            if late or now > began + self._timeout_s:
                 missing = self._missing(keys) if self.rank == 0 else "rank 0"
                 raise CommunicationError(f"{self._name}: nothing received from {missing}")
             time.sleep(_pause(now - began))

@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_come_is_named_and_all_give_up():
     said: list[str] = []
     soon = timedelta(seconds=0.3 if rank == 0 else 60)
     with (
-        mock.patch.multiple(store_exchange, default_pg_timeout=soon, WAIT_S=0.1),
+        mock.patch.multiple(store_exchange, default_timeout=lambda: soon, WAIT_S=0.1),
         mock.patch.object(store_exchange.logger, "warning", said.append),
     ):
         exchange = StoreExchange("a test")
