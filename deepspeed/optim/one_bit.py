@@ -74,7 +74,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         raise NotImplementedError
 
     def after_warmup_update(self, context: UpdateContext) -> None:
-        """Called after an update with fully summed gradients."""
+        """Follow an update with fully summed gradients; nothing by default."""
 
     def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         """Run an update of warm-up."""

@@ -38,10 +38,10 @@ class HostEvent:
         self._recorded_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Work before the event is done already."""
+        """Do nothing: earlier work is done already."""
 
     def synchronize(self) -> None:
-        """Work before the event is done already."""
+        """Do nothing: earlier work is done already."""
 
     def query(self) -> bool:
         return True

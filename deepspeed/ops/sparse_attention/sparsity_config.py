@@ -142,7 +142,7 @@ class FixedSparsityConfig(SparsityConfig):
             (start, min(start + self.num_local_blocks, blocks))
             for start in range(0, blocks, self.num_local_blocks)
         ]
-        return _set_windows(layout[h], windows, self.attention, layout)
+        return _set_windows(layout, h, windows, self.attention)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
         blocks = layout.shape[1]
@@ -201,7 +201,7 @@ class VariableSparsityConfig(SparsityConfig):
             size = next(sizes, size)
             windows.append((start, min(start + size, blocks)))
             start += size
-        return _set_windows(layout[h], windows, self.attention, layout)
+        return _set_windows(layout, h, windows, self.attention)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
         ranges = _ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1])
@@ -315,10 +315,11 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         return _without_later(layout, h, self.attention)
 
 
-def _set_windows(one: Tensor, windows: Iterable[tuple[int, int]], attention: str, layout: Tensor) -> Tensor:
+def _set_windows(layout: Tensor, h: int, windows: Iterable[tuple[int, int]], attention: str) -> Tensor:
+    """Set the square of each window, up to the diagonal if unidirectional."""
     for start, end in windows:
-        square = torch.ones((end - start, end - start), dtype=one.dtype)
-        one[start:end, start:end] |= square.tril_() if attention == "unidirectional" else square
+        square = torch.ones((end - start, end - start), dtype=layout.dtype)
+        layout[h, start:end, start:end] |= square.tril_() if attention == "unidirectional" else square
     return layout
 
 
