@@ -81,7 +81,8 @@ WITH_CLIENTS = {
     "random_ltd.py": ["forward and backward of one layer", "of full"],
     "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
     "transformer_layer.py": ["x eager", "ours"],
-    "serving.py": ["1 clients, one token per forward", "4 clients, with guesses"],
+    "serving.py": ["16/s, ours", "good/s", "1 clients, ours", "4 clients, with guesses"],
+    "soak.py": ["structured", "after the warm-up", "nothing leaked, and every answer was right"],
     "streamed_weights.py": ["bf16", "int4", "own memory"],
     "tensor_parallel.py": ["tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"],
 }
