@@ -106,6 +106,7 @@ def llama(command: str, threads: int, folder: Path, precision: str) -> System:
 def transformers(python: str, folder: Path, precision: str) -> System:
     dtype = "float32" if precision == "fp32" else "bfloat16"
     options = ["--continuous-batching", "--device", "cpu", "--dtype", dtype, "--host", "127.0.0.1"]
+    options += ["--cb-max-memory-percent", "0.1"]  # by default it takes nearly all that is free
     tool = str(Path(python).absolute().parent / "transformers")
     return System(
         TRANSFORMERS,

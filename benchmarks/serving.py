@@ -126,8 +126,9 @@ Rounds = dict[tuple[Any, str], list[dict[str, Any]]]
 """What was measured, by rate or clients and by system."""
 
 
-def sweep(servers: Sequence[Served], arguments: argparse.Namespace) -> Rounds:
-    """Every server gets the same requests at a rate before the next rate comes; each round begins with another."""
+def sweep(servers: Sequence[Served], report: Report, arguments: argparse.Namespace) -> Rounds:
+    """Every server gets the same requests at a rate before the next rate comes; each round begins with another. One that
+    fails is left out from then on, and the report says so."""
     found: Rounds = {}
     limits = tuple(arguments.prompts), tuple(arguments.answers)
     for rate in arguments.rates:
@@ -136,13 +137,18 @@ def sweep(servers: Sequence[Served], arguments: argparse.Namespace) -> Rounds:
             for each in _turns(servers, number):
                 progress(f"{rate:g} requests/s, round {number + 1}: {each.system.name}")
                 answers = play(wanted, each.port, each.system.body)
-                check(each.system, answers)
+                try:
+                    check(each.system, answers)
+                except ValueError as problem:
+                    report.line(f"at {rate:g} requests/s, left out from here: {problem}")
+                    servers = [other for other in servers if other is not each]
+                    continue
                 found.setdefault((rate, each.system.name), []).append(_measured(wanted, answers, arguments))
     return found
 
 
 def _turns(servers: Sequence[Served], number: int) -> list[Served]:
-    at = number % len(servers)
+    at = number % max(len(servers), 1)
     return [*servers[at:], *servers[:at]]
 
 
@@ -238,7 +244,7 @@ def measure(report: Report, arguments: argparse.Namespace, folder: Path, precisi
         if same:
             report.line(f"{precision}: of {CHECKED} greedy tokens, the first that are as ours: {same}")
         if servers and arguments.rates:
-            found = sweep(servers, arguments)
+            found = sweep(servers, report, arguments)
             sweep_table(report, arguments, precision, found)
             report.data["sweep"][precision] = _plain(found)
         if servers and arguments.clients and precision == arguments.closed:
