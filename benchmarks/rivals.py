@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -119,7 +120,7 @@ def transformers(python: str, folder: Path, precision: str) -> System:
 
 
 class StartError(RuntimeError):
-    """A server ended before it was ready, or was not ready in time; holds the end of what it printed."""
+    """A server ended before it was ready, or was not ready in time; holds the last line that it printed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,9 @@ def _await(system: System, server: subprocess.Popen[bytes], port: int, printed: 
         time.sleep(0.2)
     printed.seek(0)
     told = printed.read().decode(errors="replace").strip().splitlines()
-    raise StartError(f"{system.name} is not ready: " + "\n".join(told[-12:]))
+    if told:
+        print(*told[-20:], sep="\n", file=sys.stderr)
+    raise StartError(f"not ready: {told[-1] if told else 'it prints nothing'}")
 
 
 def status(port: int, path: str) -> int | None:
@@ -177,6 +180,9 @@ def status(port: int, path: str) -> int | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port below those that the kernel gives to clients: some servers take it only when they have loaded."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise StartError("no port is free")

@@ -127,8 +127,8 @@ Rounds = dict[tuple[Any, str], list[dict[str, Any]]]
 
 
 def sweep(servers: Sequence[Served], report: Report, arguments: argparse.Namespace) -> Rounds:
-    """Every server gets the same requests at a rate before the next rate comes; each round begins with another. One that
-    fails is left out from then on, and the report says so."""
+    """Every server gets the same requests at a rate before the next rate comes; each round begins with another. One
+    that fails is left out from then on, and the report says so."""
     found: Rounds = {}
     limits = tuple(arguments.prompts), tuple(arguments.answers)
     for rate in arguments.rates:

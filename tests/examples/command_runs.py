@@ -142,7 +142,7 @@ RUN_BY: dict[str, list[str]] = {
     },
     **{
         f"benchmarks/{name}.py": [_WITH_CLIENTS]
-        for name in "inference quantized_perplexity random_ltd streamed_weights".split()
+        for name in "inference quantized_perplexity random_ltd serving soak streamed_weights".split()
         + "tensor_parallel transformer_layer".split()
     },
 }
