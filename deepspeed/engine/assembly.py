@@ -156,7 +156,8 @@ def build_training(
         sharded = shard_module(module, basic, plan, config, replica_groups)
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
-    unfreezable = find_unfreezable(model_parameters, module, basic) if client is None else []
+    has_groups = hasattr(client, "param_groups")  # its own choice; a callable's are those of what it is given
+    unfreezable = [] if has_groups else find_unfreezable(model_parameters, module, basic)
     core = CoreBuilder(module, basic, plan, replica_groups, clock, sharded).core(unfreezable)
     if isinstance(core.optimizer, ZeroOptimizer):
         core.optimizer.clock = clock

@@ -108,11 +108,15 @@ def _unwrapped(client: Any) -> torch.optim.Optimizer:
 def find_unfreezable(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
-    """Return frozen parameters that would be in a group of the configured optimizer if trainable: in its only group,
-    or in that of their kind (``kind_of_group``). Parts of matrices that Muon cannot assemble stay frozen."""
+    """Return frozen parameters that would be in a group of the optimizer if trainable: in its only group, or in that of
+    their kind (``kind_of_group``). Parts of matrices that Muon cannot assemble stay frozen; so do all if a callable
+    left some of the trainable parameters out."""
     given = list(module.parameters() if model_parameters is None else model_parameters)
     kinds = [kind_of_group(group) for group in optimizer.param_groups]
     if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
+        return []
+    held = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
+    if any(param.requires_grad and id(param) not in held for param in given):
         return []
     frozen = [param for param in given if not param.requires_grad]
     if kinds == [None]:

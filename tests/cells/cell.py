@@ -10,6 +10,8 @@ from typing import Any
 STEPS = 3
 FREEZE = 2
 """Updates of 1-bit optimizers with gradients in full."""
+SYNC_EVERY, OUTER_RATE, OUTER_MOMENTUM = 2, 0.7, 0.9
+"""Of local steps: a phase of ``STEPS`` updates ends between two outer ones."""
 THETA, GAMMA = 0.5, 0.5
 """Of progressive layer drop."""
 MIN_TOKENS, MAX_TOKENS = 4, 8
@@ -50,6 +52,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "1-bit Adam",
         "0/1 Adam",
         "1-bit LAMB",
+        "DiLoCo",
+        "callable",
     ),
     "accumulation": (1, 3, 2),
     "clip": (False, True),
@@ -64,7 +68,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": ("no", "warmup"),
     "backward": ("engine", "tensor", "no_sync"),
     "order": ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v"),
-    "compile": ("no", "eager", "aot_eager"),
+    "compile": ("no", "eager", "aot_eager", "inductor"),
     "lora": (False, True),
     "lengths": ("whole", "curriculum"),
     "layer_drop": (False, True),
@@ -153,6 +157,11 @@ class Cell:
         """Return whether ranks have only their own gradients after two updates."""
         return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Return whether ranks have only their own gradients after their first updates."""
+        return self.sends_signs or self.optimizer == "DiLoCo"
+
 
 def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "_")
@@ -230,7 +239,9 @@ def why_not(cell: Cell) -> str:
         return "only data-parallel ranks change in number"
     if cell.resume == "2x2, 1" and (cell.ranks, cell.axes) != (4, "dp"):
         return "goes from four copies to two of two parts, and to one rank"
-    if cell.resume == "2x2, 1" and (cell.fp8 or cell.attention == "sparse" or cell.sends_signs or cell.lora):
+    if cell.resume == "2x2, 1" and (
+        cell.fp8 or cell.attention == "sparse" or cell.keeps_gradients or cell.lora
+    ):
         return "the second of its layouts has split layers"
     if cell.resume == "dp" and (cell.axes == "dp" or pp > 1 or ep > 1):
         return "is what it is already, or has other names"
@@ -269,7 +280,9 @@ def _why_no_feature(cell: Cell) -> str:
         return "only attention has a layout"
     if cell.lora and cell.compression != "no" or cell.fp8 and cell.compression != "no":
         return "one class of layers takes the place of another"
-    if cell.sends_signs and cell.axes != "dp" and cell.clip:
+    if cell.optimizer == "DiLoCo" and cell.model == "moe" and tp > 1:
+        return "the oracle has no gradient of a part of an expert's tokens"
+    if cell.keeps_gradients and cell.axes != "dp" and cell.clip:
         return "the norm is that of each rank's own gradients"
     return ""
 
@@ -431,5 +444,14 @@ def _optimizer(cell: Cell) -> dict[str, Any]:
         "1-bit Adam": {"type": "OneBitAdam", "params": {**adam, "freeze_step": FREEZE}},
         "0/1 Adam": {"type": "ZeroOneAdam", "params": {**adam, "var_update_scaler": 1}},
         "1-bit LAMB": {"type": "OneBitLamb", "params": {**adam, "freeze_step": FREEZE}},
+        "DiLoCo": {
+            "type": "DiLoCo",
+            "params": {
+                **adam,
+                "sync_every": SYNC_EVERY,
+                "outer_lr": OUTER_RATE,
+                "outer_momentum": OUTER_MOMENTUM,
+            },
+        },
     }
-    return {} if cell.optimizer == "client" else {"optimizer": kinds[cell.optimizer]}
+    return {} if cell.optimizer in ("client", "callable") else {"optimizer": kinds[cell.optimizer]}

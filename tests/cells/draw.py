@@ -17,6 +17,10 @@ FILLED = 0.35
 """How likely another feature is not plain."""
 SELDOM = {"compile": 0.2}
 """Of features that take long: times how likely the others are."""
+COMPILED = {"no": 1, "inductor": 10}
+"""Times as long as a cell that compiles nothing; with other backends 2."""
+ASKED = (*FAMILIES, "inductor")
+"""What a cell has only if it is asked for: it takes as long as ten others."""
 _TRIES = 400
 CANDIDATES = 6
 """Cells that are thought of for each one that is drawn."""
@@ -55,7 +59,7 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
         chosen.setdefault("ranks", _ranks(source))
         for name, values in CHOICES.items():
             if name not in chosen and source.random() < share * SELDOM.get(name, 1.0):
-                chosen[name] = source.choice([value for value in values if value not in FAMILIES])
+                chosen[name] = source.choice([value for value in values if value not in ASKED])
         if chosen.get("model") in FAMILIES:  # most features are those of our own models
             chosen |= {
                 name: values[0] for name, values in CHOICES.items() if name in OWN and name not in given
@@ -71,7 +75,7 @@ def known_refusal(cell: Cell) -> bool:
     """Return whether the cell is refused on principle: drawn only if the requested pair itself implies it."""
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
     return (cell.tier == "zenflow" and cell.optimizer not in elementwise) or (
-        cell.sends_signs and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics")
+        cell.keeps_gradients and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics")
     )
 
 
@@ -102,10 +106,10 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         given.get("tier", "device") != "device" or given.get("wire") == "qgz" or given.get("shards") == "mics"
     ):
         needed["stage"] = source.choice([1, 2, 3])
-    signs = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
-    if signs and "stage" not in given and needed.get("stage", 1):
+    own = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "DiLoCo")
+    if own and "stage" not in given and needed.get("stage", 1):
         needed["stage"] = source.choice([0, 1, 2]) if "stage" not in needed else source.choice([1, 2])
-    if signs and needed.get("stage", given.get("stage")) in (1, 2):
+    if own and needed.get("stage", given.get("stage")) in (1, 2):
         needed |= {"shards": "mics", "ranks": 4}
     if needed.get("axes", "dp") != "dp":
         needed["ranks"] = 4
@@ -150,7 +154,7 @@ def pairs_of(cell: Cell) -> Iterator[tuple[Feature, Feature]]:
 def worth(cell: Cell, counts: Mapping[tuple[Feature, Feature], int]) -> float:
     """Return the gain of a cell for pairs drawn as often as in ``counts``, relative to its time."""
     added = sum(4.0 ** -counts[pair] for pair in pairs_of(cell) if pair in counts)
-    return added / (cell.ranks if cell.compile == "no" else 2 * cell.ranks) ** 0.5
+    return added / (cell.ranks * COMPILED.get(cell.compile, 2)) ** 0.5
 
 
 def of_families(seed: int) -> Iterator[Cell]:

@@ -198,6 +198,14 @@ def fill(state: dict[str, Any], grad: Tensor) -> None:
         state["filled"] = True
 
 
+class RootMeanSquare(Formula):
+    """What a script's own class computes (``worker.Scripts``)."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
+        square = state["square"] = 0.5 * state.get("square", 0.0) + 0.5 * grad * grad
+        param.sub_(rate * grad / (square.sqrt() + EPS))
+
+
 class Lamb(Formula):
     """You et al. 2020, algorithm 2."""
 

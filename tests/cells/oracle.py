@@ -129,8 +129,17 @@ class Expected:
     """Logarithms of the experts' probabilities [tokens, experts], of every forward of a mixture."""
     rounding_decides: dict[str, Tensor] = field(default_factory=dict)
     """Masks of elements whose frozen variance is of gradients that are rounding errors: their steps have any size."""
+    apart: list[dict[str, Tensor]] = field(default_factory=list)
+    """The weights of each copy, where copies train alone; ``weights`` are those of the first."""
     noised: list[Expected] = field(default_factory=list)
     """The same run with other roundings, and with codes of other layouts where the engine's is not known."""
+
+    def of_copy(self, number: int) -> Expected:
+        """The same with the weights of another copy."""
+        if not self.apart:
+            return self
+        noised = [each.of_copy(number) for each in self.noised]
+        return dataclasses.replace(self, weights=self.apart[number], noised=noised)
 
     def spread(self, read: Callable[[Expected], Tensor | float]) -> float:
         """Twice the furthest that other roundings move what ``read`` takes."""
@@ -196,6 +205,8 @@ def optimizer_of(cell: Cell, params: Any, names: dict[Tensor, str] | None = None
             return formulas.Lamb(params)
         case "Muon":
             return formulas.Muon(params, names=names)
+        case "callable":
+            return formulas.RootMeanSquare(params)
         case "1-bit Adam":
             return formulas.OneBitAdam(params)
         case "0/1 Adam":
@@ -218,15 +229,28 @@ def rate_at(cell: Cell, step: int) -> float:
     )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A layout of one run: its ``choices`` and tokens ``kept`` by replica and forward, and its ``wires``."""
+
+    cell: Cell
+    choices: list[list[Tensor]]
+    kept: list[list[Tensor]]
+    wires: list[Wire]
+
+
 class Alone:
     """Trains the cell's model in this process.
 
     Masters are fp32; with 16-bit weights a copy of that dtype computes, and each gradient is rounded once. With
-    ``noise`` (which seeds it) each weight that computes is off by about as much as its precision rounds.
+    ``noise`` (which seeds it) each weight that computes is off by about as much as its precision rounds. ``replicas``:
+    whose data it sees; None: of all of them.
     """
 
-    def __init__(self, cell: Cell, seed: int = 0, noise: int = 0) -> None:
-        self.cell, self.seed = cell, seed
+    def __init__(
+        self, cell: Cell, seed: int = 0, noise: int = 0, replicas: Sequence[int] | None = None
+    ) -> None:
+        self.cell, self.seed, self.replicas, self.last = cell, seed, replicas, cell
         self.noise = torch.Generator().manual_seed(noise) if noise else None
         self.masters: Any = alone(cell)
         with torch.no_grad():
@@ -257,6 +281,17 @@ class Alone:
         self.micro = 0
         self.expected = Expected(start=self.snapshot())
 
+    def begin(self, layout: Layout, noise: int = 0) -> None:
+        """Go on in another layout."""
+        wires = layout.wires or (imagined(layout.cell, self.named, noise) if noise else [])
+        self.follow(layout.choices, layout.kept)
+        self.send_by(wires, len(self.sees(layout.cell)))
+        self.last = layout.cell
+
+    def sees(self, cell: Cell) -> Sequence[int]:
+        """The replicas whose data it has in this layout."""
+        return range(cell.replicas) if self.replicas is None else self.replicas
+
     def follow(self, choices: list[list[Tensor]], kept: list[list[Tensor]]) -> None:
         """Sends the tokens of each replica's next forwards to these experts [tokens, 2], and only those ``kept``
         [batch, n] through the first layer."""
@@ -268,6 +303,14 @@ class Alone:
         if wires != self.wires.all or senders != self.senders:
             self.wires, self.senders = Wires(wires), senders
             self.publish()
+
+    def finish(self) -> None:
+        """Complete ``expected``."""
+        self.expected.weights = self.snapshot()
+        if self.last.sends_signs and (self.last.precision != "fp32" or self.last.wire == "bf16"):
+            self.expected.rounding_decides = self.tiny_variances()
+        self.expected.chances = [each for mixture in self.mixtures for each in mixture.chances]
+        self.expected.doubt = max((each.doubt for each in self.mixtures), default=0.0)
 
     def tiny_variances(self) -> dict[str, Tensor]:
         """Masks of elements whose gradients were a hundredth of their tensor's, as of noise that sums cancel."""
@@ -315,6 +358,12 @@ class Alone:
 
     def step(self, step: int, cell: Cell) -> None:
         """One update with the data of all replicas of ``cell``, which may be another layout's."""
+        self.update(step, cell, self.norm(self.differentiate(step, cell), step, cell))
+
+    def differentiate(self, step: int, cell: Cell) -> list[Tensor]:
+        """Gradients of the masters' means over micro-batches and replicas. Return [i]: all of them, end to end, of the
+        first i + 1 replicas."""
+        replicas = self.sees(cell)
         count = cell.accumulation_at(step)
         # A plain loss.backward() is divided where the gradients are summed, before they are encoded: what encoding lost
         # is owed to gradients that another number of micro-batches may divide.
@@ -325,18 +374,18 @@ class Alone:
         losses: list[list[float]] = []
         own: list[Tensor] = []
         rounds: list[list[Gradients]] = [
-            [{} for _ in range(cell.replicas)] for _ in range(self.wires.rounds(cell, count))
+            [{} for _ in replicas] for _ in range(self.wires.rounds(cell, count))
         ]
         travel = bool(self.wires.gradients) and not wants_local_gradients(cell, step)
-        for replica in range(cell.replicas):
+        for at, replica in enumerate(replicas):
             losses.append([])
             for number in range(self.micro, self.micro + count):
                 reported, loss = self.loss(cell, replica, number, step)
-                (loss / before / cell.replicas).backward()
+                (loss / before / len(replicas)).backward()
                 losses[-1].append(reported.item())
                 self.collect()
                 if travel:
-                    self.hand_over(rounds[min(number - self.micro, len(rounds) - 1)][replica])
+                    self.hand_over(rounds[min(number - self.micro, len(rounds) - 1)][at])
             own.append(self.gradients() / after)
         self.micro += count
         if travel:
@@ -346,18 +395,24 @@ class Alone:
             for name, grad in self.wires.total(shares).items():
                 self.named[name].grad = grad
             own, after = [self.gradients()], 1
-        used = [param for param in self.named.values() if param.grad is not None]
-        for param in used:
+        for param in self.used():
             assert param.grad is not None
             param.grad /= after
-        norm = self.norm(own, step, cell)
+        self.expected.losses.append(losses)
+        return own
+
+    def used(self) -> list[nn.Parameter]:
+        return [param for param in self.named.values() if param.grad is not None]
+
+    def update(self, step: int, cell: Cell, norm: float) -> None:
+        """An update by the gradients of the masters, whose norm is ``norm``."""
+        used = self.used()
         if cell.clip:
             nn.utils.clip_grads_with_norm_(used, CLIP, torch.tensor(norm))
         self.optimizer.param_groups[0]["lr"] = self.base_rate * rate_at(cell, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.publish()
-        self.expected.losses.append(losses)
         self.expected.norms.append(norm)
 
     def hand_over(self, sums: Gradients) -> None:
@@ -403,14 +458,14 @@ class Alone:
     @torch.no_grad()
     def evaluate(self, cell: Cell) -> None:
         self.expected.evaluations.append(
-            [float(self.loss(cell, replica, 900)[0]) for replica in range(cell.replicas)]
+            [float(self.loss(cell, replica, 900)[0]) for replica in self.sees(cell)]
         )
 
     @torch.no_grad()
     def generate(self, cell: Cell) -> None:
         """The largest logit after contexts that grow."""
         self.expected.generated.append([])
-        for replica in range(cell.replicas):
+        for replica in self.sees(cell):
             inputs, _ = tokens(self.cell, replica, 900, self.seed)
             self.computing.with_sometimes = False
             self.read(replica)
@@ -422,7 +477,7 @@ class Alone:
 def wants_local_gradients(cell: Cell, step: int) -> bool:
     """Return whether no rank has the gradient of all ranks' data in this step, counted from 0."""
     full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
-    return cell.sends_signs and not full
+    return cell.sends_signs and not full or cell.optimizer == "DiLoCo" and step > 0
 
 
 def mean_square(sums: list[Tensor], size: int) -> float:
@@ -437,38 +492,3 @@ def mean_square(sums: list[Tensor], size: int) -> float:
 def balances(cell: Cell) -> bool:
     """Return whether the balancing loss counts: it is omitted if ranks share tokens, or pass only tensors."""
     return cell.model == "moe" and all(cell.axis(name) == 1 for name in ("tp", "sp", "pp"))
-
-
-def expected_of(
-    cells: list[Cell],
-    seed: int = 0,
-    choices: list[list[list[Tensor]]] | None = None,
-    wires: list[list[Wire]] | None = None,
-    kept: list[list[list[Tensor]]] | None = None,
-    noise: int = 0,
-) -> Expected:
-    """Trains ``STEPS`` steps with each of the cells in turn: the layouts of one run.
-
-    ``choices``: the experts of its tokens, by layout, replica and forward; without them the oracle chooses.
-    ``wires``: by layout; without them nothing is lost on the way. ``kept``: tokens, as ``choices``. ``noise``: as of
-    ``Alone``.
-    """
-    alone, step = Alone(cells[0], seed, noise), 0
-    nothing: list[list[Any]] = [[]] * len(cells)
-    layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
-    for cell, chosen, sent, worked_on in layouts:
-        alone.follow(chosen, worked_on)
-        alone.send_by(sent if sent or not noise else imagined(cell, alone.named, noise), cell.replicas)
-        for at in range(STEPS):
-            alone.step(step, cell)
-            step += 1
-            if cell.generate and at == 0:
-                alone.generate(cell)
-        if cell.evaluate:
-            alone.evaluate(cell)
-    alone.expected.weights = alone.snapshot()
-    if cells[-1].sends_signs and (cells[-1].precision != "fp32" or cells[-1].wire == "bf16"):
-        alone.expected.rounding_decides = alone.tiny_variances()
-    alone.expected.chances = [each for mixture in alone.mixtures for each in mixture.chances]
-    alone.expected.doubt = max((each.doubt for each in alone.mixtures), default=0.0)
-    return alone.expected

@@ -21,11 +21,11 @@ import torch
 from tests import pool
 from tests.cells import models, worker
 from tests.cells.cell import FAMILIES, STEPS, Cell, config_of, why_not
+from tests.cells.copies import copy_of, expected_of
 from tests.cells.oracle import (
     NOISED,
     Expected,
     Tolerance,
-    expected_of,
     tolerance,
     wants_local_gradients,
     widest,
@@ -35,7 +35,7 @@ from tests.cells.wires import has_formula
 from tests.cells.worker import Seen
 
 TIMEOUT_S = 90.0
-COMPILING = 3
+COMPILING = {"no": 1, "eager": 3, "aot_eager": 3, "inductor": 6}
 """Times as long, where each rank compiles."""
 WITHIN_NOISE = "no further than other roundings move the oracle"
 OUTCOMES = ("equal", "refused", "late refusal", "wrong", "crash", "hang")
@@ -81,7 +81,7 @@ def layouts(cell: Cell) -> list[Cell]:
         return [cell]
     second = dataclasses.replace(cell, resume="same", **other[cell.resume])
     if cell.resume == "stage":
-        stages = [each for each in ((cell.stage + 2) % 4, 3, 2, 1) if each < 3 or not cell.sends_signs]
+        stages = [each for each in ((cell.stage + 2) % 4, 3, 2, 1) if each < 3 or not cell.keeps_gradients]
         fitting = [each for each in stages if not why_not(dataclasses.replace(second, stage=each))]
         second = dataclasses.replace(second, stage=(fitting or stages)[0])
     return [cell, _usable(second)]
@@ -99,7 +99,7 @@ def _usable(cell: Cell, **changes: Any) -> Cell:
 def run_cell(cell: Cell, seed: int = 0, timeout: float = TIMEOUT_S) -> Result:
     """Run the cell. Returns its outcome; only KeyboardInterrupt is raised."""
     began = time.perf_counter()
-    timeout *= 1 if cell.compile == "no" else COMPILING
+    timeout *= COMPILING[cell.compile]
     with tempfile.TemporaryDirectory(prefix="cell_") as folder:
         outcome, what, details = _ended(cell, seed, folder, timeout)
     return Result(cell, outcome, what, time.perf_counter() - began, details)
@@ -207,7 +207,7 @@ def compare(
         return "wrong", f"a token's expert is e^{expected.doubt:.2g} times less probable than another", ""
     for found in (
         *_losses(runs, phases, expected),
-        *_weights(cell, phases[-1], expected, allowed),
+        *_weights(cell, runs[-1], phases[-1], expected, allowed),
         *_export(cell, folder, expected, allowed),
     ):
         return "wrong", found, ""
@@ -308,14 +308,18 @@ def noise_of_keys(cell: Cell, name: str) -> float:
     return 1.0 if cell.model in UNROTATED else 0.6
 
 
-def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance) -> Any:
+def _weights(
+    cell: Cell, last: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance
+) -> Iterator[str]:
+    """``last``: the cell in its last layout."""
     rounding = {"bf16": 2**-8, "bf16 masters": 2**-6, "fp16": 2**-10}.get(cell.precision, allowed.rounding)
     if cell.wire == "qwz" and not has_formula(cell):  # weights that do not move travel in 8 bits as well
         rounding = max(rounding, 2**-6)
     live = dataclasses.replace(allowed, rounding=max(rounding, allowed.rounding))
     for rank, each in enumerate(seen):
+        copy = expected.of_copy(copy_of(last, each.replica))
         for name, ours in each.weights.items():
-            if far := _far(ours, renamed(cell, name), expected, live, cell):
+            if far := _far(ours, renamed(cell, name), copy, live, cell):
                 yield f"{name} on rank {rank} {far}"
 
 

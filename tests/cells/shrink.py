@@ -99,7 +99,7 @@ def script(cell: Cell, what: str, seed: int = 0) -> str:
         "evaluate",
     }
     text = " ".join(what.split())[:200].replace('"""', "'''")
-    if needs_more & cell.features().keys() or cell.optimizer == "client":
+    if needs_more & cell.features().keys() or cell.optimizer in ("client", "callable"):
         return HARNESS.format(cell=str(cell), what=text, seed=seed, run="python this_file.py")
     config = json.dumps(config_of(cell, "/tmp/cells")).replace("true", "True").replace("false", "False")
     run = f"deepspeed --num_gpus {cell.ranks} this_file.py"

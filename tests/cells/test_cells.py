@@ -13,8 +13,9 @@ import deepspeed
 from tests.cells import draw, matrix, shrink
 from tests.cells.__main__ import rows_of
 from tests.cells.cell import CHOICES, STEPS, Cell, config_of, parse, why_not
+from tests.cells.copies import expected_of
 from tests.cells.models import EXPERTS, WIDTH, Language, PlainMixture
-from tests.cells.oracle import Alone, expected_of
+from tests.cells.oracle import Alone
 from tests.cells.routing import by_replica, nearly_tied
 from tests.cells.run import OUTCOMES, compare, layouts, run_cell
 from tests.cells.worker import Seen
@@ -75,6 +76,7 @@ FOUND = [
     "ranks=4 axes=tp optimizer=1-bit_Adam wire=int8",
     "model=moe ranks=4 axes=tp+ep stage=1 optimizer=Muon clip=true resume=same",
     "ranks=2 stage=2 accumulation=2 wire=int8 parameters=late",
+    "stage=3 optimizer=callable parameters=late",
 ]
 """Cells that failed once, made small."""
 

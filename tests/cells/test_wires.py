@@ -7,7 +7,8 @@ import torch
 
 from deepspeed.ops.formats.codecs import BlockCodec
 from tests.cells.cell import Cell, parse
-from tests.cells.oracle import Alone, expected_of, tolerance
+from tests.cells.copies import expected_of
+from tests.cells.oracle import Alone, tolerance
 from tests.cells.run import run_cell
 from tests.cells.wires import Wire, Wires, has_formula, rounded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,9 +59,10 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
             _train(cell, seen, folder, first_step, load, seed)
         return seen
     finally:
-        if cell.compile != "no":
+        if cell.compile != "no" or cell.optimizer == "callable":
             torch.compiler.reset()
             nn.Module.__init__ = init  # torch's compiler patches it for good
+            os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # its own note, too
 
 
 def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, seed: int) -> None:
@@ -77,6 +79,7 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
     if cell.sends_signs:  # formulas of what signs lose would have to know how tensors lie in the exchange
         engine.core.store.optimizer.exchange.codec = InFull()
     if cell.compile != "no":
+        torch._inductor.config.compile_threads = 1  # threads would outlive the cell
         engine.compile(backend=cell.compile)
     if has_formula(cell) and cell.sends_signs:  # later gradients stay on their ranks
         seen.wires = wires_of(cell, engine, models.names)
@@ -287,7 +290,31 @@ def arguments(cell: Cell, module: nn.Module, folder: str) -> dict[str, Any]:
         given["optimizer"] = torch.optim.AdamW(
             params or [{"params": []}], lr=RATE, eps=EPS, weight_decay=DECAY
         )
+    if cell.optimizer == "callable":
+        given["optimizer"] = Scripts
     return given
+
+
+class Scripts(torch.optim.Optimizer):
+    """An optimizer as a script brings it along, with an update that it compiles."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] (no closure is given)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    square = state.setdefault("square", torch.zeros_like(param))
+                    root_mean_square(param, param.grad, square, group["lr"])
+
+
+@torch.compile(backend="eager", dynamic=True)
+def root_mean_square(param: Tensor, grad: Tensor, square: Tensor, rate: float) -> None:
+    square.mul_(0.5).addcmul_(grad, grad, value=0.5)
+    param.sub_(rate * grad / (square.sqrt() + EPS))
 
 
 # ------------------------------------------------------------------------------------------------- training

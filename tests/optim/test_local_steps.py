@@ -171,3 +171,16 @@ def test_arguments_and_alone() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] and optimizer.exchanges == 6
+
+
+@pytest.mark.parametrize(("stage", "group", "fits"), [(0, 0, False), (1, 2, True), (2, 3, False)])
+def test_ranks_of_a_sequence_hold_one_copy(stage: int, group: int, fits: bool) -> None:
+    zero = {"stage": stage, **({"mics_shard_size": group} if group else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "DiLoCo"},
+        "sequence_parallel_size": 2,
+        "zero_optimization": zero,
+    }
+    errors = [str(each) for each in deepspeed.check_config(config, world_size=12).errors]
+    assert any("ranks that share a sequence" in each for each in errors) == (not fits), errors

@@ -313,3 +313,13 @@ def test_parts_of_matrices_that_join_muon() -> None:
     muon = build_muon(model.parameters(), lr=0.1)
     joining = [id(model[1].weight), id(model[2].weight)]
     assert [id(param) for param in find_unfreezable(None, model, muon)] == joining
+
+
+def test_a_callable_holds_what_it_is_given() -> None:
+    """Of all trainable parameters in one group, frozen ones join later; of a choice of its own, none do."""
+    model = frozen()
+    every = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    assert {id(p) for p in find_unfreezable(None, model, every)} == {
+        id(p) for p in model.parameters() if not p.requires_grad
+    }
+    assert find_unfreezable(None, model, torch.optim.SGD([model.head.weight], lr=0.1)) == []

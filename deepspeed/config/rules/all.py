@@ -269,6 +269,22 @@ def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def local_steps_need_whole_sequences(config: TrainingConfig) -> Iterator[Finding]:
+    sequence, zero, section = config.sequence_parallel_size or 1, config.zero_optimization, config.optimizer
+    copies_are_groups = zero.stage > 0 and zero.mics_shard_size > 0 and zero.mics_shard_size % sequence == 0
+    if (
+        section is not None
+        and (section.type or "").lower() == "diloco"
+        and sequence > 1
+        and not copies_are_groups
+    ):
+        yield Finding(
+            ("optimizer.type", "sequence_parallel_size"),
+            f"{section.type!r} trains every copy of the weights alone, and ranks that share a sequence need the same "
+            f"weights; use stage 1 or 2 with a zero_optimization.mics_shard_size that is a multiple of {sequence}",
+        )
+
+
 def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
     section = config.scheduler
     if section is None:
@@ -312,8 +328,8 @@ RULES: tuple[Rule, ...] = (
     precision_rules.unmanaged_accumulation, precision_rules.quantizes_16_bits, zero_rules.compiled_passes,
     precision_rules.summed_gradients, zero_rules.offload_makes_sense, zero_rules.zenflow_makes_sense,
     zero_rules.payloads_make_sense, zero_rules.even_gathers, zero_rules.old_stage_one, optimizer_is_known,
-    one_bit_needs_copies, scheduler_is_known, arguments_make_sense, precision_rules.no_norm_wanted,
-    contiguous_checkpoints, elastic_batch, saves_by_itself, expert_and_tensor_parallel, names_of_experts,
+    one_bit_needs_copies, local_steps_need_whole_sequences, scheduler_is_known, arguments_make_sense,
+    precision_rules.no_norm_wanted, contiguous_checkpoints, elastic_batch, saves_by_itself, expert_and_tensor_parallel, names_of_experts,
     sparse_and_parallel, shared_generation, curricula_fit, one_choice_of_samples, dropped_tokens,
     even_vocabulary,
 )  # fmt: skip
