@@ -243,6 +243,8 @@ def why_not(cell: Cell) -> str:
         cell.fp8 or cell.attention == "sparse" or cell.keeps_gradients or cell.lora
     ):
         return "the second of its layouts has split layers"
+    if cell.resume == "stage" and cell.keeps_gradients and cell.shards != "mics":
+        return "has one stage"
     if cell.resume == "dp" and (cell.axes == "dp" or pp > 1 or ep > 1):
         return "is what it is already, or has other names"
     if cell.backward == "no_sync" and cell.accumulation == 1:

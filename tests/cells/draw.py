@@ -108,7 +108,9 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         needed["stage"] = source.choice([1, 2, 3])
     own = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "DiLoCo")
     if own and "stage" not in given and needed.get("stage", 1):
-        needed["stage"] = source.choice([0, 1, 2]) if "stage" not in needed else source.choice([1, 2])
+        needed["stage"] = source.choice(
+            [1, 2] if "stage" in needed or given.get("resume") == "stage" else [0, 1, 2]
+        )
     if own and needed.get("stage", given.get("stage")) in (1, 2):
         needed |= {"shards": "mics", "ranks": 4}
     if needed.get("axes", "dp") != "dp":
