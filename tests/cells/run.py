@@ -93,6 +93,10 @@ def _usable(cell: Cell, **changes: Any) -> Cell:
     for name in ("tier", "shards", "wire", "recompute"):
         if name in why_not(second) or (why_not(second) and getattr(cell, name) != getattr(Cell(), name)):
             second = dataclasses.replace(second, **{name: getattr(Cell(), name)})
+    if (
+        second.keeps_gradients and second.shards != "mics" and second.stage
+    ):  # one copy, which none exchanges with
+        second = dataclasses.replace(second, stage=0, tier="device", wire=Cell().wire)
     return second
 
 
