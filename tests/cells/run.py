@@ -177,7 +177,7 @@ def refused_early(cell: Cell) -> str:
 
 BUFFERS = ("master_layout", "_mask")
 """Of layers that the oracle has otherwise: a layout, and what pruning keeps."""
-MODEL_DECIDES = ("TransformRefusedError", "torch.optim.AdamW", "layer", "module", "parameter")
+MODEL_DECIDES = ("TransformRefusedError", "torch.optim.AdamW", "Scripts", "layer", "module", "parameter")
 """Words of refusals that depend on more than the config: on the model, or on an optimizer that a script passes."""
 
 

@@ -329,7 +329,8 @@ RULES: tuple[Rule, ...] = (
     precision_rules.summed_gradients, zero_rules.offload_makes_sense, zero_rules.zenflow_makes_sense,
     zero_rules.payloads_make_sense, zero_rules.even_gathers, zero_rules.old_stage_one, optimizer_is_known,
     one_bit_needs_copies, local_steps_need_whole_sequences, scheduler_is_known, arguments_make_sense,
-    precision_rules.no_norm_wanted, contiguous_checkpoints, elastic_batch, saves_by_itself, expert_and_tensor_parallel, names_of_experts,
-    sparse_and_parallel, shared_generation, curricula_fit, one_choice_of_samples, dropped_tokens,
+    precision_rules.no_norm_wanted, contiguous_checkpoints, elastic_batch, saves_by_itself,
+    expert_and_tensor_parallel, names_of_experts, sparse_and_parallel,
+    shared_generation, curricula_fit, one_choice_of_samples, dropped_tokens,
     even_vocabulary,
 )  # fmt: skip
