@@ -193,7 +193,7 @@ class Clients:
 
     def unknown(self, draw: random.Random) -> str | None:
         """A field or a model that does not exist."""
-        field = self.connection.post({"prompt": "a", "temprature": 1})
+        field = self.connection.post({"prompt": "a", "no_such_field": 1})
         model = self.connection.post({"prompt": "a", "model": "third"})
         return _refused(400, field, "a field") or _refused(404, model, "a model")
 

@@ -64,6 +64,8 @@ class UpdateTraits:
     """It may ask for gradients that are not summed over ranks, and then communicates by itself (1-bit Adam); requires a
     ``CommunicatingOptimizer``. With partitioned tensors, each group of ranks shares one copy, and gradients are a
     group's: with a single copy, no rank could know what another one's shard lacks."""
+    local_weights: bool = False
+    """Between exchanges, masters differ between ranks with the same weights (DiLoCo)."""
     rank_state: tuple[str, ...] = ()
     """State entries that differ between ranks with the same weights (error feedback); per element."""
     script_keys: tuple[str, ...] = ()

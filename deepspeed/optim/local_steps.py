@@ -45,7 +45,10 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
     """
 
     update_traits = UpdateTraits(
-        elementwise=True, own_communication=True, rank_state=(FEEDBACK, OWN, "exp_avg", "exp_avg_sq")
+        elementwise=True,
+        own_communication=True,
+        local_weights=True,
+        rank_state=(FEEDBACK, OWN, "exp_avg", "exp_avg_sq"),
     )
     extra_state_names = (FEEDBACK, AGREED, OUTER)
 

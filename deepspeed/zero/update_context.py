@@ -13,7 +13,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.native import sum_of_squares
 from deepspeed.ops.update import UpdateContext, refresh_weights
 from deepspeed.zero.placements import is_partial, is_stack, own_views
-from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
+from deepspeed.zero.replica_groups import SHARED, ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
@@ -30,6 +30,8 @@ class UpdateContextBuilder:
     def rebuild(self) -> None:
         """Rebuild the services for the parameters that the store holds now."""
         traits, sharded = self.store.traits, self.sharded
+        if traits.local_weights:
+            self._require_one_copy_per_batch()
         split = sharded or any(map(is_partial, self.store.params))
         self._sums = None
         if (traits.segment_sums or traits.own_communication) and split:
@@ -46,6 +48,19 @@ class UpdateContextBuilder:
             if traits.own_communication
             else None
         )
+
+    def _require_one_copy_per_batch(self) -> None:
+        """Raise DeepSpeedConfigError if ranks that compute one batch hold copies, which would train apart."""
+        for param in self.store.params:
+            group = self.replica_groups.of(param)
+            if group.divided or group.name.startswith(SHARED):
+                what = "experts, each for its part of the tokens" if group.divided else "tied weights"
+                who = "tensor-parallel ranks" if group.divided else "pipeline stages"
+                raise DeepSpeedConfigError(
+                    f"optimizer.type {type(self.store.optimizer).__name__!r} trains every copy of a parameter alone "
+                    f"between exchanges, and {who} hold copies of {what}. Use AdamW, a 1-bit optimizer, or another "
+                    "layout"
+                )
 
     def context(self, gradient_norm: float, *, local_gradients: bool) -> UpdateContext:
         """Return the context of one update. ``gradient_norm``: after clipping. ``local_gradients``: gradients have not

@@ -282,8 +282,6 @@ def _why_no_feature(cell: Cell) -> str:
         return "only attention has a layout"
     if cell.lora and cell.compression != "no" or cell.fp8 and cell.compression != "no":
         return "one class of layers takes the place of another"
-    if cell.optimizer == "DiLoCo" and cell.model == "moe" and tp > 1:
-        return "the oracle has no gradient of a part of an expert's tokens"
     if cell.keeps_gradients and cell.axes != "dp" and cell.clip:
         return "the norm is that of each rank's own gradients"
     return ""

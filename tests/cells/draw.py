@@ -74,6 +74,11 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
 def known_refusal(cell: Cell) -> bool:
     """Return whether the cell is refused on principle: drawn only if the requested pair itself implies it."""
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
+    pp, tp, sp = (cell.axis(name) > 1 for name in ("pp", "tp", "sp"))
+    # ranks that compute one batch, with copies that would train apart
+    copies = pp and cell.parameters == "tied" or tp and cell.model == "moe" or sp and cell.shards != "mics"
+    if cell.optimizer == "DiLoCo" and copies:
+        return True
     return (cell.tier == "zenflow" and cell.optimizer not in elementwise) or (
         cell.keeps_gradients and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics")
     )
