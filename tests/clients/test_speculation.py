@@ -29,12 +29,18 @@ REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 9, 3, 9], [11, 12, 13, 14, 15, 11, 12, 13]
 
 
 class Cycle:
-    """Matches answers whose tokens are those of ``text``, again and again."""
+    """Matches answers whose tokens are those of ``text``, again and again; ``once``: nothing may follow them."""
 
-    def __init__(self, text: str, size: int) -> None:
-        self.tokens, self.size, self.at = [int(each) for each in text.split()], size, 0
+    def __init__(self, text: str, size: int, once: bool) -> None:
+        self.tokens, self.size, self.at, self.once = [int(each) for each in text.split()], size, 0, once
+
+    @property
+    def is_complete(self) -> bool:
+        return self.once and self.at >= len(self.tokens)
 
     def allowed(self) -> torch.Tensor:
+        if self.is_complete:
+            return torch.ones(self.size, dtype=torch.bool)
         found = torch.zeros(self.size, dtype=torch.bool)
         found[[self.tokens[self.at % len(self.tokens)], 3]] = True
         return found
@@ -48,7 +54,7 @@ class Cycles:
         pass
 
     def __call__(self, constraint: Constraint, size: int) -> Cycle:
-        return Cycle(constraint.text, size)
+        return Cycle(constraint.text, size, constraint.kind == "regex")
 
 
 def both(module: Any, params: list[SamplingParams], proposer: Any = None, **settings: Any) -> tuple[Any, Any]:
@@ -78,6 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "masks": {"allowed_token_ids": (5, 6, 7, 8), "bad_words": ((5, 6, 8), (7, 7, 7))},
     "biases": {"logit_bias": ((5, 3.0), (6, 3.0))},
     "grammar": {"constraint": Constraint("choice", "5 6 7")},
+    "whole grammar": {"constraint": Constraint("regex", "5 6 7 8 5 6 7 8 5 6"), "logprobs": True},
     "draws": {"temperature": 0.4, "top_k": 3, "seed": 3},
     "nucleus": {"temperature": 0.3, "top_p": 0.8, "min_p": 0.02},
 }
@@ -87,7 +94,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_all_kinds_of_requests_get_the_same_tokens(num_blocks: int) -> None:
     """Beside each other; with few blocks, they are preempted. Draws are the same too."""
     params = [SamplingParams(max_new_tokens=30, **each) for each in KINDS.values()] * 2
-    _, engine = both(model("llama"), params, num_blocks=num_blocks, max_length=56)
+    found, engine = both(model("llama"), params, num_blocks=num_blocks, max_length=56)
+    whole = found[list(KINDS).index("whole grammar")]
+    assert whole.reason == "stop" and len(whole.logprobs) == len(whole.generated) <= 10
     assert num_blocks == 64 or engine.counts.preemptions
 
 

@@ -175,3 +175,18 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model(tokenizer) -> None:
         allowed = matcher.allowed()
         assert allowed.shape == (size,)
         assert allowed.nonzero().flatten().tolist() == [bigger.token_to_id(each) for each in "abc"]
+
+
+def test_a_whole_grammar_ends_an_answer_without_stop_tokens(tokenizer) -> None:
+    """Nothing follows it, whatever the model would say; ids beyond the vocabulary are no stop tokens."""
+    for stops in ([], [SIZE + 5]):
+        sampler = Sampler(matcher_of=Grammars(tokenizer, stops))
+        params = SamplingParams(constraint=Constraint("regex", "[a-c]{3}"), max_new_tokens=20, logprobs=True)
+        request = Request(1, [5], params)
+        for _ in range(20):
+            found = sampler.choose(torch.zeros(1, SIZE), [request])
+            if request.complete:
+                break
+            request.tokens.append(found[request.id])
+        assert not found and re.fullmatch("[a-c]{3}", tokenizer.decode(request.generated))
+        assert len(request.logprobs) == len(request.generated)

@@ -108,6 +108,8 @@ def test_biases_and_masks() -> None:
 class Countdown:
     """Allows the token one below the last, from ``start`` on."""
 
+    is_complete = False
+
     def __init__(self, start: int = 0, size: int = 0) -> None:
         self.next, self.size = start, size
 

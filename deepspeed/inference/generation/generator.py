@@ -176,7 +176,14 @@ class Generator:
             rows, going = [row for row, _ in last], [chunk.request for _, chunk in last]
             found = self.sampler.choose(logits if len(rows) == len(logits) else logits[rows], going)
             chosen |= found
-            last = [(row + 1, chunk) for row, chunk in last if chunk.accept(found[chunk.request.id])]
+            for request in going:
+                if request.complete:  # the token before was the last one, be it a draft's
+                    chosen.pop(request.id, None)
+            last = [
+                (row + 1, chunk)
+                for row, chunk in last
+                if chunk.request.id in found and chunk.accept(found[chunk.request.id])
+            ]
         return requests, chosen
 
     def _pool(self, chunks: Sequence[Chunk], unchanged: bool) -> None:

@@ -24,6 +24,8 @@ _MAX_CHARACTERS = 100_000
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 """Of llguidance. Where any number of blanks may follow, a greedy answer of a weak model may have nothing else."""
 
+_NO_STOP = "<|the grammar is complete|>"
+"""Stands for the stop token of a model that has none."""
 _CHECKED = 64
 """Number of constraints whose check is cached: a server checks each twice, and clients repeat theirs."""
 
@@ -61,7 +63,7 @@ class Grammars:
         """Return a matcher at the start of ``constraint``, over a vocabulary of ``size`` tokens."""
         known = self._tokens(size)
         matcher = _library().LLMatcher(known, self._grammar(constraint), log_level=0)
-        return GrammarMatcher(matcher, known.vocab_size, size, self._stops)
+        return GrammarMatcher(matcher, known, size, self._stops)
 
     def _grammar(self, constraint: Constraint) -> str:
         grammar = _grammar(constraint)
@@ -89,29 +91,38 @@ class Grammars:
                 plain.no_padding()
                 plain.no_truncation()
                 size_of_both = max(size, plain.get_vocab_size())  # it may have more than the model
+                stops = [each for each in self._stops if each < size_of_both]
+                if not stops:  # a token of its own, so that no other one ends a grammar
+                    plain.add_special_tokens([_NO_STOP])
+                    stops = [plain.token_to_id(_NO_STOP)]
+                    size_of_both = max(size_of_both, stops[0] + 1)
                 self._made[size] = _library().LLTokenizer(
-                    plain.to_str(), n_vocab=size_of_both, eos_token=self._stops or None
+                    plain.to_str(), n_vocab=size_of_both, eos_token=stops
                 )
             return self._made[size]
 
 
 class GrammarMatcher:
     """Progress of one answer through its grammar. Once only the end may follow, or the grammar has become too complex,
-    only ``stops`` are allowed: a request must not disturb others. ``known``: vocabulary of the matcher, of which the
-    model has the first ``size`` tokens."""
+    only ``stops`` are allowed: a request must not disturb others. ``known``: tokens of the matcher, of which the
+    model has the first ``size`` tokens. ``is_complete``: no token may follow, of a model without ``stops``."""
 
-    def __init__(self, matcher: Any, known: int, size: int, stops: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, known: Any, size: int, stops: Sequence[int]) -> None:
         self._matcher = matcher
+        self._ends = [each for each in known.eos_tokens if each < size]
         self._size = size
-        self._stops = list(stops)
+        self._stops = [each for each in stops if each < size]
+        self.is_complete = False
         self._warned = False
-        self._words = torch.zeros((known + 31) // 32, dtype=torch.int32)
+        self._words = torch.zeros((known.vocab_size + 31) // 32, dtype=torch.int32)
 
     def allowed(self) -> Tensor:
         """Return a mask of the tokens that may follow, bool [vocabulary], True for at least one."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
         bits = self._words[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         found = bits.flatten()[: self._size].bool()
+        if not self._stops:
+            found[self._ends] = False
         return self._end() if self._is_lost() or not bool(found.any()) else found
 
     def advance(self, token: int) -> None:
@@ -127,6 +138,7 @@ class GrammarMatcher:
         return lost
 
     def _end(self) -> Tensor:
+        self.is_complete = not self._stops
         found = torch.full((self._size,), not self._stops)
         found[self._stops] = True
         return found

@@ -56,6 +56,7 @@ class _Progress:
             self._matcher.advance(token)
         self._matched = len(answer)
         by_grammar = self._matcher.allowed().to(self.seen.device)
+        self._request.complete = self._matcher.is_complete
         both = by_grammar if self.named is None else by_grammar & self.named
         return both if bool(both.any()) else by_grammar
 

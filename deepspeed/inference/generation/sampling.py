@@ -34,7 +34,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
         """Choose the next token of each request, by request id. ``logits`` [requests, vocabulary]. Appends an entry to
-        ``logprobs`` of the requests that ask for it.
+        ``logprobs`` of the requests that ask for it. Those whose grammars are ``complete`` get none.
 
         ValueError: logits are not finite.
         """
@@ -45,7 +45,7 @@ class Sampler:
             chosen = (
                 self._on_gpu(scores, requests) if self._takes(scores) else self._on_host(scores, requests)
             )
-        wanted = [row for row, request in enumerate(requests) if request.params.logprobs]
+        wanted = [row for row, each in enumerate(requests) if each.params.logprobs and not each.complete]
         if wanted:
             found = logprobs_of(
                 logits if len(wanted) == len(requests) else logits[wanted],
@@ -54,7 +54,7 @@ class Sampler:
             )
             for row, entry in zip(wanted, found, strict=True):
                 requests[row].logprobs.append(entry)
-        return {request.id: token for request, token in zip(requests, chosen, strict=True)}
+        return {each.id: token for each, token in zip(requests, chosen, strict=True) if not each.complete}
 
     def forget(self, request: Request) -> None:
         """Drop the random numbers and other state of a request that has ended."""
