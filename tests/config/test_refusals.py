@@ -286,7 +286,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "comm/topology.py:PipelineParallelGrid.share_sequences": ("ranks",),
     "transforms/progressive_layer_drop.py:LayerDrop.apply": ("model",),
     "engine/rollout/serving_rollout.py:_check_ranks": ("call",),
-    "optim/scheduler_choice.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
+    "optim/scheduler_choice.py:_class_of": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
     "optim/scheduler_choice.py:resolve_scheduler": (
         ("scheduler.params.no_argument", {"scheduler": {"type": "WarmupLR", "params": {"no_argument": 1}}}),
         ("scheduler.params.step_size", {"scheduler": {"type": "StepLR", "params": {}}}),
@@ -318,6 +318,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "parallel/sequence/transform.py:_balance": ("model",),
     "parallel/sequence/transform.py:_drop_full_mask": ("data",),
     "zero/update_context.py:SegmentSums._check_copies": ("ranks",),
+    "zero/update_context.py:UpdateContextBuilder._require_one_copy_per_batch": ("model",),
+    "config/deepspeed_config.py:DeepSpeedConfig._configure_train_batch_size": ("call",),
     "engine/optimizer.py:_check_parts": ("optimizer",),
     "zero/gathering/init_context.py:_swap_file": ("call",),
     "zero/gathering/init_context.py:read_config": ("call",),
