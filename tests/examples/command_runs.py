@@ -106,6 +106,7 @@ RUN_BY: dict[str, list[str]] = {
     "tools/check_commits.py": [
         "tests/tools/test_check_commits.py::test_a_subject_of_another_form_is_refused"
     ],
+    "tools/draw_curves.py": ["tests/tools/test_draw_curves.py::test_two_curves_with_a_legend"],
     "tools/wheel.py": ["tests/tools/test_wheel.py::test_the_wheel_of_the_source_archive_trains_alone"],
     "tools/write_stubs.py": ["tests/tools/test_wheel.py::test_the_wheel_of_the_source_archive_trains_alone"],
     # ---- scripts of the reader's: what starts them
