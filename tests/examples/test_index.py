@@ -1,4 +1,4 @@
-"""Every example has a page and a row of the index, and their links lead to pages."""
+"""Every example has a page and a row of the index, their links lead to pages, and a page has a time and an output."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.printed_commands import COMMAND, FENCE
 from tests.tools.launcher.programs import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
@@ -14,13 +15,26 @@ FOLDERS = sorted(
     folder.name for folder in EXAMPLES.iterdir() if folder.is_dir() and folder.name[0] not in "._"
 )
 
+TO_BE_TIMED = {"bert_pretraining", "generate_text", "lr_tuning", "pretrain_gpt", "sparse_attention"}
+"""Their rows of the index have no minutes yet."""
+ROW = r"(?m)^\| \[(\w+)\]\((\w+)/README\.md\) \| .+ \| .+ \| [\d, ]+ \| (\d+(?:\.5)?|-) \| \[.+\]\(.+\) \|$"
+
 
 def test_the_index_has_a_row_for_every_example() -> None:
-    rows = re.findall(
-        r"(?m)^\| \[(\w+)\]\((\w+)/README\.md\) \| .+ \| .+ \| [\d, ]+ \| \[.+\]\(.+\) \|$", index()
-    )
-    assert rows == [(folder, folder) for folder in FOLDERS]
+    rows = re.findall(ROW, index())
+    assert [row[:2] for row in rows] == [(folder, folder) for folder in FOLDERS]
     assert len(rows) == len(re.findall(r"(?m)^\| \[", index()))
+    assert {row[0] for row in rows if row[2] == "-"} == TO_BE_TIMED
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder not in TO_BE_TIMED])
+def test_a_page_has_the_time_of_the_index_and_an_output(folder: str) -> None:
+    """The first time of a page is that of the first run that it shows. A block without a command is an output."""
+    text = (EXAMPLES / folder / "README.md").read_text(encoding="utf-8")
+    time = re.search(r"(\d+(?:\.5)?) minutes?\s+on\s+(?:one|two)(?:\s+busy)?\s+cores?", text)
+    assert time and time[1] == {row[0]: row[2] for row in re.findall(ROW, index())}[folder]
+    blocks = [block[2].splitlines() for block in FENCE.finditer(text)]
+    assert any(not any(COMMAND.match(line.strip()) for line in block) for block in blocks)
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"{folder}/README.md" for folder in FOLDERS)])
