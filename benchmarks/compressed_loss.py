@@ -1,9 +1,9 @@
 """Loss after training in fewer bits against training in full: the demo's GPT, narrow, on two ranks.
 
 Each pair trains the same model on the same text, in the same order, from the same seed: ZeRO-3 plain and with qwZ and
-qgZ; Adam plain, 1-bit and 0/1. The loss is that of held-out text after the last step; beside it the mean of the last
-twentieth of the steps. What has been measured is kept under results, by run and seed, so that a call that was ended is
-continued by the next.
+qgZ; Adam plain, 1-bit and 0/1; LAMB plain and 1-bit. The loss is that of held-out text after the last step; beside it
+the mean of the last twentieth of the steps. What has been measured is kept under results, by run and seed, so that a
+call that was ended is continued by the next.
 
     python benchmarks/compressed_loss.py --save cpu --seeds 1 2 3
     until python benchmarks/compressed_loss.py --save cpu --seconds 600; do :; done
@@ -33,9 +33,10 @@ sys.path.append(str(FOLDER.parent / "examples/pretrain_gpt"))
 RANKS = 2
 RATE = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 LASTING = {**RATE, "betas": [0.9, 0.999]}  # for variances that are frozen: 0.95 remembers 20 gradients
-PLAIN = {"ZeRO-3, qwZ and qgZ": "ZeRO-3", "1-bit Adam": "Adam", "0/1 Adam": "Adam"}
-GOALS = {"ZeRO-3, qwZ and qgZ": 0.5, "1-bit Adam": 1.0, "0/1 Adam": 1.0}  # percent
-RUNS = ("ZeRO-3", "ZeRO-3, qwZ and qgZ", "Adam", "1-bit Adam", "0/1 Adam")
+LAYERWISE = {**LASTING, "lr": 1e-2}  # LAMB: a rate is a share of the norm of each tensor
+PLAIN = {"ZeRO-3, qwZ and qgZ": "ZeRO-3", "1-bit Adam": "Adam", "0/1 Adam": "Adam", "1-bit LAMB": "LAMB"}
+GOALS = {"ZeRO-3, qwZ and qgZ": 0.5, "1-bit Adam": 1.0, "0/1 Adam": 1.0, "1-bit LAMB": 1.0}  # percent
+RUNS = ("ZeRO-3", "ZeRO-3, qwZ and qgZ", "Adam", "1-bit Adam", "0/1 Adam", "LAMB", "1-bit LAMB")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,6 +71,10 @@ def settings(run: str, steps: int, batch: int) -> dict[str, Any]:
     if run == "0/1 Adam":
         intervals = {"var_freeze_step": fifth, "local_step_scaler": fifth, "local_step_clipper": 8}
         optimizer = {"type": "ZeroOneAdam", "params": {**LASTING, **intervals}}
+    if run == "LAMB":
+        optimizer = {"type": "Lamb", "params": LAYERWISE}
+    if run == "1-bit LAMB":
+        optimizer = {"type": "OneBitLamb", "params": {**LAYERWISE, "freeze_step": fifth}}
     zero: dict[str, Any] = {"stage": 3 if run.startswith("ZeRO-3") else 0}
     if "qwZ" in run:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}

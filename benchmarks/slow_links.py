@@ -1,4 +1,4 @@
-"""Step time over slow links: ZeRO++ against plain ZeRO-3, 1-bit and 0/1 Adam against plain Adam.
+"""Step time over slow links: ZeRO++ against plain ZeRO-3, 1-bit and 0/1 Adam against Adam, 1-bit LAMB against LAMB.
 
 Two hosts that are network namespaces of this machine (links.py), with gloo between them and shared memory within. Ranks
 start and warm up without a limit, then each rate is set and measured. What crosses between hosts is counted by their
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def one_bit(kind: str, **params: Any) -> dict[str, Any]:
+def optimizer_of(kind: str, **params: Any) -> dict[str, Any]:
     common = {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
     return {"optimizer": {"type": kind, "params": {**common, **params}}}
 
@@ -113,12 +113,16 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
         "zero_quantized_gradients": True,
         **({"zero_hpz_partition_size": per_host} if per_host > 1 else {}),
     }
-    zero_one = one_bit("ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=1, local_step_clipper=local)
+    zero_one = optimizer_of(
+        "ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=1, local_step_clipper=local
+    )
     zeropp4 = {**zeropp, "zero_quantized_weights_bits": 4}
     rows: list[tuple[str, int, dict[str, Any], str, int]] = [
         ("Adam", 0, {}, "Adam", 1),
-        ("1-bit Adam", 0, one_bit("OneBitAdam", freeze_step=FREEZE), "Adam", 1),
+        ("1-bit Adam", 0, optimizer_of("OneBitAdam", freeze_step=FREEZE), "Adam", 1),
         (f"0/1 Adam, every {local} steps", 0, zero_one, "Adam", local),
+        ("LAMB", 0, optimizer_of("Lamb"), "LAMB", 1),
+        ("1-bit LAMB", 0, optimizer_of("OneBitLamb", freeze_step=FREEZE), "LAMB", 1),
         ("ZeRO-3", 3, {}, "ZeRO-3", 1),
         ("ZeRO-3 with ZeRO++", 3, {"zero_optimization": zeropp}, "ZeRO-3", 1),
         ("ZeRO++, 4-bit weights", 3, {"zero_optimization": zeropp4}, "ZeRO-3", 1),

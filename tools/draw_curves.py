@@ -1,7 +1,7 @@
 """Draws curves of a run as a small SVG, for the page of an example.
 
     python tools/draw_curves.py OUT/loss.svg dense=OUT/dense.csv experts=OUT/experts.csv --columns step loss
-    python tools/draw_curves.py OUT/margins.svg margin=OUT/log.txt --columns epoch rewards/margins
+    python tools/draw_curves.py OUT/loss.svg DPO=OUT/log.txt --columns epoch loss
 
 Each curve is a file with the name that the legend gives it: a CSV file, whose first line names the columns, or what a
 run printed, with `step=50, loss=0.1` or `{'epoch': 1, 'loss': '0.1'}` in its lines. `--mean N` draws the mean of the

@@ -82,7 +82,10 @@ def write_fixed(path: str, text: str, output: str | None) -> None:
         backup = _free_name(f"{target}.bak")
         shutil.copy2(target, backup)
         print(f"the file as it was: {backup}")
-    descriptor, aside = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".ds_check-")
+    try:
+        descriptor, aside = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".ds_check-")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, output or path) from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
