@@ -122,6 +122,18 @@ def test_no_request_of_a_client_stops_the_generator() -> None:
             SamplingParams(**wrong)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj"])  # fused, packed, padded
+def test_what_others_left_in_the_cache_is_not_read(name: str) -> None:
+    """Such as the NaN of a request whose logits overflowed, which would pass to all that get its blocks."""
+    module, given = model(name), prompts()
+    engine = generator(module)
+    for layer in engine.runner.cache.shapes:
+        for pages in engine.runner.cache.pages(layer):
+            pages.fill_(torch.nan)
+    found = engine.generate(given, SamplingParams(max_new_tokens=NEW))
+    assert [each.tokens for each in found] == expected(module, given)
+
+
 def test_a_common_beginning_is_computed_once() -> None:
     module = model("llama")
     common = prompts((17,))[0]

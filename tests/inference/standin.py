@@ -46,7 +46,10 @@ class Bytes:
 
 class Parrot:
     """Says REPLY again and again, and ``delay`` seconds pass in each forward. ``fails_at``: the number of the forward
-    that raises. ``more``: arguments of the scheduler."""
+    that raises. ``cuts``: first token of a prompt -> the reason to end after three tokens. ``more``: arguments of the
+    scheduler."""
+
+    cuts: Mapping[int, str] = {}
 
     def __init__(
         self, *, delay: float = 0.0, fails_at: int | None = None, num_blocks: int = 256, **more: Any
@@ -89,7 +92,9 @@ class Parrot:
                 request.prompt_logprobs = [
                     TokenLogprob(token, self.logprob / 2) for token in request.prompt[1:]
                 ]
-            if chunk.is_last and request.params.max_new_tokens:
+            if request.prompt[0] in self.cuts and len(request.generated) == 3:
+                request.cut = self.cuts[request.prompt[0]]
+            elif chunk.is_last and request.params.max_new_tokens:
                 tokens[request.id] = reply[len(request.generated) % len(reply)]
                 if request.params.logprobs:
                     request.logprobs.append(TokenLogprob(tokens[request.id], self.logprob))

@@ -185,8 +185,12 @@ def test_a_whole_grammar_ends_an_answer_without_stop_tokens(tokenizer) -> None:
         request = Request(1, [5], params)
         for _ in range(20):
             found = sampler.choose(torch.zeros(1, SIZE), [request])
-            if request.complete:
+            if request.cut is not None:
                 break
             request.tokens.append(found[request.id])
-        assert not found and re.fullmatch("[a-c]{3}", tokenizer.decode(request.generated))
+        assert (
+            not found
+            and request.cut == "stop"
+            and re.fullmatch("[a-c]{3}", tokenizer.decode(request.generated))
+        )
         assert len(request.logprobs) == len(request.generated)

@@ -650,3 +650,16 @@ def test_many_requests_some_of_which_leave_or_are_malformed() -> None:
         assert wrong == []
         wait_for(lambda: not running.engine.has_work and not running.service.state()["requests"])
         assert running.engine.scheduler.blocks.pool.num_free == 256
+
+
+def test_an_answer_whose_logits_are_not_finite_is_an_error_of_the_server() -> None:
+    engine = Parrot()
+    engine.cuts = {ord("b"): "failed", ord("<"): "failed"}
+    with server(engine) as running:
+        for path, body in (
+            ("/v1/completions", {"prompt": "b"}),
+            ("/v1/responses", {"model": "parrot", "input": "b"}),
+        ):
+            status, found = running.post(body, path)
+            assert status == 500 and "not finite" in found["error"]["message"], found
+        assert running.post({"prompt": "a"}, "/v1/completions")[0] == 200

@@ -182,6 +182,12 @@ def test_logprobs_of_the_likeliest_tokens() -> None:
     assert one.logprobs[0].token == int(best.indices[0]) and other.logprobs[0].top == ()
 
 
-def test_logits_that_are_not_finite_are_told() -> None:
-    with pytest.raises(ValueError, match="request 0 are not finite"):
-        Sampler().choose(torch.full((1, 4), torch.nan), [request(temperature=1.0)])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.5, "logprobs": True}]
+)
+def test_logits_that_are_not_finite_end_their_request_alone(wrong: float, settings: dict[str, Any]) -> None:
+    scores = torch.stack([torch.full((40,), wrong), torch.arange(40.0)])
+    bad, good = request(0, **settings), request(1)
+    assert Sampler().choose(scores, [bad, good]) == {1: 39}
+    assert bad.cut == "failed" and good.cut is None and not bad.logprobs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.inference.scheduling.requests import NotFiniteError, SamplingParams
 from deepspeed.inference.serving.service import (
     BusyError,
     ClosedError,
@@ -116,6 +116,23 @@ def test_a_failure_is_told_to_everyone() -> None:
     with pytest.raises(ClosedError, match="has failed"):
         service.submit([1], params(), print)
     service.close()
+
+
+def test_an_answer_may_end_without_another_token() -> None:
+    """The sampler says so: its grammar is whole, or the logits are not finite, which no other client notices."""
+    engine = Parrot()
+    engine.cuts = {97: "stop", 98: "failed"}
+    service = Service(engine).start()
+    told: dict[int, list[Update]] = {first: [] for first in (97, 98, 1)}
+    for first, updates in told.items():
+        service.submit([first], params(), updates.append)
+    service.close()
+    whole, failed, other = told.values()
+    assert [each.reason for each in whole] == [None, None, None, "stop"] and tokens(whole) == EXPECTED[:3]
+    assert [each.reason for each in failed] == [None, None, None, "failed"]
+    assert isinstance(failed[-1].error, NotFiniteError)
+    assert tokens(other) == EXPECTED[:8] and other[-1].reason == "length"
+    assert engine.scheduler.blocks.pool.num_free == 256 and service.state()["requests"] == 0
 
 
 def test_a_listener_that_raises_harms_nobody() -> None:

@@ -21,7 +21,7 @@ from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.info import DEFAULT_LENGTH
 from deepspeed.inference.model.runner import ModelRunner
-from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
+from deepspeed.inference.scheduling.requests import Chunk, NotFiniteError, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Scheduler, SchedulerCounts
 from deepspeed.inference.scheduling.speculation import Proposer
 
@@ -177,7 +177,7 @@ class Generator:
             found = self.sampler.choose(logits if len(rows) == len(logits) else logits[rows], going)
             chosen |= found
             for request in going:
-                if request.complete:  # the token before was the last one, be it a draft's
+                if request.cut is not None:  # the token before was the last one, be it a draft's
                     chosen.pop(request.id, None)
             last = [
                 (row + 1, chunk)
@@ -208,7 +208,7 @@ class Generator:
         """Generate for all prompts. Returns the finished requests in the order of the prompts. ``params``: one for all,
         or one for each.
 
-        An error cancels all of them."""
+        An error cancels all of them. NotFiniteError: the logits of one are NaN or infinite."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         requests: list[Request] = []
         try:
@@ -217,6 +217,8 @@ class Generator:
             self.step()
             while self.has_work:
                 self.step(unchanged=True)
+            for request in requests:
+                _check_finite(request)
         except BaseException:
             for request in requests:
                 self.cancel(request)
@@ -224,7 +226,8 @@ class Generator:
         return requests
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[int]:
-        """Yield the new tokens of one request as they are generated. Closing the iterator cancels the request."""
+        """Yield the new tokens of one request as they are generated. Closing the iterator cancels the request.
+        NotFiniteError: its logits are NaN or infinite."""
         request = self.submit(prompt, params)
         given = 0
         try:
@@ -234,6 +237,7 @@ class Generator:
                 while given < len(request.generated):
                     given += 1
                     yield request.generated[given - 1]
+            _check_finite(request)
         finally:
             self.cancel(request)
 
@@ -314,6 +318,11 @@ def _piece(chunk: Chunk) -> PagePiece:
         chunk.count if request.computes_prompt else 1 + len(chunk.proposed),
         request.params.adapter,
     )
+
+
+def _check_finite(request: Request) -> None:
+    if request.reason == "failed":
+        raise NotFiniteError(f"the logits of request {request.id} are not finite")
 
 
 def _note_prompt(chunk: Chunk, logits: Tensor) -> None:

@@ -56,7 +56,8 @@ class _Progress:
             self._matcher.advance(token)
         self._matched = len(answer)
         by_grammar = self._matcher.allowed().to(self.seen.device)
-        self._request.complete = self._matcher.is_complete
+        # Without a stop token that the grammar could allow at its end, nothing else ends the answer.
+        self._request.cut = "stop" if self._matcher.is_complete else None
         both = by_grammar if self.named is None else by_grammar & self.named
         return both if bool(both.any()) else by_grammar
 

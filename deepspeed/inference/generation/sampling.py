@@ -34,10 +34,10 @@ class Sampler:
 
     def choose(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
         """Choose the next token of each request, by request id. ``logits`` [requests, vocabulary]. Appends an entry to
-        ``logprobs`` of the requests that ask for it. Those whose grammars are ``complete`` get none.
-
-        ValueError: logits are not finite.
+        ``logprobs`` of the requests that ask for it. Those that are ``cut`` get no token: their grammar is whole, or
+        their logits are not finite.
         """
+        scores = logits
         if all(request.params.is_plain for request in requests):
             chosen = largest_of(logits)
         else:
@@ -45,7 +45,9 @@ class Sampler:
             chosen = (
                 self._on_gpu(scores, requests) if self._takes(scores) else self._on_host(scores, requests)
             )
-        wanted = [row for row, each in enumerate(requests) if each.params.logprobs and not each.complete]
+        for row in _not_finite(scores, chosen):
+            requests[row].cut = requests[row].cut or "failed"
+        wanted = [row for row, each in enumerate(requests) if each.params.logprobs and each.cut is None]
         if wanted:
             found = logprobs_of(
                 logits if len(wanted) == len(requests) else logits[wanted],
@@ -54,7 +56,7 @@ class Sampler:
             )
             for row, entry in zip(wanted, found, strict=True):
                 requests[row].logprobs.append(entry)
-        return {each.id: token for each, token in zip(requests, chosen, strict=True) if not each.complete}
+        return {each.id: token for each, token in zip(requests, chosen, strict=True) if each.cut is None}
 
     def forget(self, request: Request) -> None:
         """Drop the random numbers and other state of a request that has ended."""
@@ -72,16 +74,14 @@ class Sampler:
         return chosen
 
     def _drawn(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
-        """Sample a token from each row of ``scores`` [requests, vocabulary], by its softmax."""
+        """Sample a token from each row of ``scores`` [requests, vocabulary], by its softmax; -1: it has none."""
         probabilities = scores.softmax(-1).cpu()
-        if not bool(probabilities.isfinite().all()):
-            wrong = probabilities.isfinite().all(-1).tolist().index(False)
-            raise ValueError(f"the logits of request {requests[wrong].id} are not finite")
         # an exponential race: the first of clocks with these rates is a sample with these probabilities
         clocks = torch.empty_like(probabilities)
         for row, request in zip(clocks, requests, strict=True):
             row.exponential_(generator=self._random_of(request))
-        return (probabilities / clocks).argmax(-1).tolist()
+        tokens = (probabilities / clocks).argmax(-1)
+        return tokens.where(probabilities[:, 0].isfinite(), -1).tolist()
 
     @staticmethod
     def _takes(scores: Tensor) -> bool:
@@ -95,7 +95,7 @@ class Sampler:
         from deepspeed.ops.gpu import sampling as kernels  # imports Triton
 
         params = [request.params for request in requests]
-        chosen = kernels.draw(
+        return kernels.draw(
             scores,
             temperatures=[each.temperature for each in params],
             top_k=[min(each.top_k, scores.shape[-1]) for each in params],
@@ -104,9 +104,6 @@ class Sampler:
             seeds=[self._seed_of(request) for request in requests],
             drawn=[len(request.tokens) - len(request.prompt) for request in requests],
         )
-        if -1 in chosen:
-            raise ValueError(f"the logits of request {requests[chosen.index(-1)].id} are not finite")
-        return chosen
 
     def _seed_of(self, request: Request) -> int:
         """Reduce the seed of a client, any integer, to 63 bits."""
@@ -119,6 +116,13 @@ class Sampler:
             random = self._random[request.id] = torch.Generator()
             random.manual_seed(self._seed_of(request))
         return random
+
+
+def _not_finite(scores: Tensor, chosen: Sequence[int]) -> list[int]:
+    """Return the rows of ``scores`` [requests, vocabulary] whose ``chosen`` token is -1 or has no finite score."""
+    tokens = torch.tensor(chosen, device=scores.device)
+    finite = scores.gather(1, tokens.clamp(min=0)[:, None])[:, 0].isfinite() & (tokens >= 0)
+    return [row for row, good in enumerate(finite.tolist()) if not good]
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:

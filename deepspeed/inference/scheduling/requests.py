@@ -13,6 +13,10 @@ from deepspeed.inference.cache.blocks import BlockTable
 POOLINGS = ("last", "mean", "cls")
 
 
+class NotFiniteError(RuntimeError):
+    """A model computes NaN or infinity for a request, so there is no answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """Grammar of an answer. ``kind``: "json_schema", "json_object", "regex", "choice" (a JSON list of texts) or
@@ -158,7 +162,7 @@ class Request:
     ``tokens``: prompt and answer. ``computed``: how many of these have cached keys and values. ``logprobs``: of new
     tokens; ``prompt_logprobs``: of the prompt's except the first, which nothing predicts; both if asked for.
     ``pooled``: the fp32 vector for ``params.pooling``; until finished, a running sum of hidden states. ``reason``, once
-    finished: "stop" (a stop token, or a whole grammar), "length" or "cancelled".
+    finished: "stop" (a stop token, or a whole grammar), "length", "failed" (logits are not finite) or "cancelled".
     """
 
     id: int
@@ -176,7 +180,7 @@ class Request:
     draft_backoff: int = 0  # forwards to skip before the next proposal
     state: State = State.WAITING
     reason: str | None = None
-    complete: bool = False  # its grammar allows no more tokens, and there is no stop token that would say so
+    cut: str | None = None  # the reason for which the sampler gives it no more tokens
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

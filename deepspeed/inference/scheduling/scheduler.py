@@ -385,6 +385,8 @@ def _length(request: Request) -> tuple[int, int]:
 def _finish_reason(request: Request) -> str | None:
     """Return why the request ends with its last token; None: it does not."""
     params, generated = request.params, len(request.tokens) - len(request.prompt)
-    if request.complete or (generated and request.tokens[-1] in params.stop_token_ids):
+    if request.cut is not None:
+        return request.cut
+    if generated and request.tokens[-1] in params.stop_token_ids:
         return "stop"
     return "length" if generated >= params.max_new_tokens else None

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deepspeed.inference.scheduling.requests import NotFiniteError
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.clients import REQUEST_ID
 from deepspeed.inference.serving.handling import (
@@ -211,7 +212,7 @@ class _Server:
             return _EventStream(begun.events(), begun.sequences)
         try:
             answers = await unless_disconnected(request, read_all(begun.sequences))
-        except ClosedError as problem:
+        except (ClosedError, NotFiniteError) as problem:
             return refusal_of(problem)
         finally:
             for each in begun.sequences:
@@ -319,7 +320,7 @@ class _Response:
                     yield _event(event, event["type"])
             for event in await self._end():
                 yield _event(event, event["type"])
-        except ClosedError as problem:
+        except (ClosedError, NotFiniteError) as problem:
             yield _event(response.fail(str(problem)), "response.failed")
 
     async def _end(self) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from deepspeed.inference.scheduling.requests import NotFiniteError
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
 from deepspeed.inference.serving.clients import CALLER, OPERATOR, RateLimit, owner_of
 from deepspeed.inference.serving.models import ModelError
-from deepspeed.inference.serving.pooling import NotFiniteError
 from deepspeed.inference.serving.protocol import RequestError
 from deepspeed.inference.serving.service import BusyError, ClosedError, OverdueError, Services
 from deepspeed.observe.live.access import check_token

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepspeed.inference.scheduling.requests import NotFiniteError
 from deepspeed.inference.serving.bodies import RequestError
 
 _MODES = {
@@ -19,10 +20,6 @@ _MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
 }
-
-
-class NotFiniteError(RuntimeError):
-    """A vector has values that JSON does not have, and that no client can use: NaN or infinity."""
 
 
 def pooling_of(folder: str) -> str | None:

@@ -15,7 +15,14 @@ import torch
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.comm.collectives import Communicator
-from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams, State, TokenLogprob
+from deepspeed.inference.scheduling.requests import (
+    Constraint,
+    NotFiniteError,
+    Request,
+    SamplingParams,
+    State,
+    TokenLogprob,
+)
 from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
@@ -330,7 +337,8 @@ class Service:
             if request is None:
                 continue
             new, ended = request.generated[ticket.given :], request.state is State.FINISHED
-            prompt = request.prompt_logprobs if request.params.prompt_logprobs else None
+            failed = ended and request.reason == "failed"
+            prompt = request.prompt_logprobs if request.params.prompt_logprobs and not ticket.given else None
             for index, token in enumerate(new, ticket.given):
                 now = time.monotonic()
                 if index == 0:
@@ -339,9 +347,13 @@ class Service:
                     self.metrics.next_token(now - ticket.latest)
                 ticket.latest = now
                 logprob = request.logprobs[index] if request.params.logprobs else None
-                reason = request.reason if ended and index + 1 == len(request.generated) else None
+                is_last = ended and not failed and index + 1 == len(request.generated)
+                reason = request.reason if is_last else None
                 self._inform(ticket, Update(token, logprob, reason, None if index else prompt))
-            if ended and not request.generated:
+            if failed:
+                error = NotFiniteError("the model gives logits that are not finite")
+                self._inform(ticket, Update(reason="failed", error=error))
+            elif ended and not new:
                 self._inform(ticket, Update(reason=request.reason, prompt=prompt, pooled=request.pooled))
             ticket.given += len(new)
             if ended:

@@ -12,12 +12,12 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, SkipValidation
 from torch import Tensor
 
-from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.inference.scheduling.requests import NotFiniteError, SamplingParams
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
 from deepspeed.inference.serving.handling import Intake, refusal_of, unless_disconnected
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
+from deepspeed.inference.serving.pooling import check_dimensions, encoded, vectors_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Update
 
 MAX_INPUTS = 2048
