@@ -25,7 +25,7 @@ class FusedAdapters:
         self._layers = [
             (layer, methods) for layer in module.modules() if (methods := _methods(layer)) is not None
         ]
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor, Callable[[], Any]]] = []
         self.fused = False
 
     def __len__(self) -> int:
@@ -44,9 +44,11 @@ class FusedAdapters:
         """Merge the adapters into the weights; no-op if already fused."""
         if self.fused:
             return
-        for layer, (fuse, _) in self._layers:
+        for layer, (fuse, unfuse) in self._layers:
+            if getattr(layer, "merged", False) or getattr(layer, "fuse_lora", False):
+                continue  # its owner has fused it, and relies on that
             weight = _weight(layer)
-            self._kept.append((weight, weight.detach().clone()))
+            self._kept.append((weight, weight.detach().clone(), unfuse))
             fuse()
         self.fused = True
 
@@ -56,9 +58,7 @@ class FusedAdapters:
         if not self.fused:
             return
         # The last first: of a weight that layers share, only the first copy is without any adapter.
-        for (_, (_, unfuse)), (weight, before) in zip(
-            reversed(self._layers), reversed(self._kept), strict=True
-        ):
+        for weight, before, unfuse in reversed(self._kept):
             unfuse()
             weight.copy_(before)
         self._kept.clear()

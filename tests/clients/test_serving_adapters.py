@@ -131,6 +131,10 @@ def test_adapters_that_would_fail_later_are_refused(tmp_path: Path) -> None:
         changed(tmp_path / "good", tmp_path / name, lora_alpha=alpha)
         with pytest.raises(ValueError, match=f"{name}: lora_alpha="):
             load_adapter(module, str(tmp_path / name))
+    for name, value in (("init_lora_weights", "pissa_niter_4"), ("alora_invocation_tokens", [5])):
+        changed(tmp_path / "good", tmp_path / name, **{name: value})
+        with pytest.raises(ValueError, match=f"{name}: {name}="):
+            load_adapter(module, str(tmp_path / name))
     for text in ("[]", "{", "1"):
         (tmp_path / "list" / "adapter_config.json").write_text(text)
         with pytest.raises(ValueError, match="list/adapter_config.json"):

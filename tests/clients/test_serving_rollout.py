@@ -169,6 +169,7 @@ def test_importance_weights_against_a_loop() -> None:
     draw = torch.Generator().manual_seed(0)
     now, then = -torch.rand(3, 4, generator=draw) * 3, -torch.rand(3, 4, generator=draw) * 3
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    now[mask == 0], then[0, 3] = -torch.inf, torch.nan  # of padding
     for level in ("token", "sequence"):
         found = importance_weights(now.requires_grad_(), then, mask, cap=1.5, level=level)
         assert not found.requires_grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -46,3 +48,18 @@ def test_a_weight_that_layers_share_is_restored() -> None:
     with FusedAdapters(module).during():
         assert not torch.equal(module[0].weight, before)
     assert torch.equal(module[0].weight, before)
+
+
+def test_what_its_owner_has_fused_stays_fused() -> None:
+    module = nn.Sequential(Parts(), nn.ReLU(), nn.Linear(5, 3), Parts())
+    inputs = torch.randn(4, 3)
+    expected = module(inputs)
+    first: Any = module[0]
+    with torch.no_grad():
+        first.weight += first.lora_scaling * (first.lora_right_weight @ first.lora_left_weight).t()
+    first.fuse_lora, before = True, first.weight.clone()
+    for _ in range(2):
+        with FusedAdapters(module).during():
+            torch.testing.assert_close(module(inputs), expected)
+        assert first.fuse_lora and torch.equal(first.weight, before)
+        torch.testing.assert_close(module(inputs), expected)

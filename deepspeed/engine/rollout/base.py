@@ -166,11 +166,16 @@ def importance_weights(
         raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
     if not cap > 0:
         raise ValueError(f"cap={cap}: must be above 0")
-    log_ratio = (training.detach().float() - rollout.detach().float()) * mask
+    log_ratio = _counted(training.detach().float() - rollout.detach().float(), mask)
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
     limit = torch.tensor(cap, device=log_ratio.device).log()
     return log_ratio.clamp(max=limit).exp() * mask
+
+
+def _counted(values: Tensor, mask: Tensor) -> Tensor:
+    """Return ``values`` times ``mask``, 0 where that is 0: padding may have log-probabilities of -inf or NaN."""
+    return (values * mask).masked_fill(mask == 0, 0.0)
 
 
 def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
@@ -186,7 +191,7 @@ def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[st
         ``largest`` and ``mean`` of the absolute differences; ``kl``: the mean of rollout minus training, an estimate of
         KL(rollout || training).
     """
-    log_ratio = (rollout.detach().double() - training.detach().double()) * mask
+    log_ratio = _counted(rollout.detach().double() - training.detach().double(), mask)
     count = max(float(mask.sum()), 1.0)
     largest = log_ratio.abs().max().item() if log_ratio.numel() else 0.0
     return {

@@ -30,8 +30,12 @@ _NEUTRAL = {
     "lora_bias": False,
     "modules_to_save": None,
     "alpha_pattern": {},
+    "alora_invocation_tokens": None,
 }
 """PEFT settings supported only with these values; None: any, or nothing."""
+
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights`` that change the base weights before training."""
 
 _TRIAL_TOKENS = 7
 
@@ -143,6 +147,12 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in (neutral, None, False, [], {}):
             raise ValueError(f"{folder}: {name}={config[name]!r} is not supported")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGED_BASE):
+        raise ValueError(
+            f"{folder}: init_lora_weights={start!r} has changed the base weights, so the adapter does not fit those of "
+            "the model: save it with PEFT's path_initial_model_for_weight_conversion, or merge it into the model"
+        )
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise ValueError(f"{folder}: lora_alpha={alpha!r}: expected a number")

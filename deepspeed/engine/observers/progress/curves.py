@@ -6,29 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.memory import GIB
 from deepspeed.engine.observers.progress.readings import Reading, StepReader, memory_of
+from deepspeed.observe import timer
 from deepspeed.observe.monitor.monitor import Event, MonitorMaster
-from deepspeed.observe.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    DATA_TIMER,
-    EXPOSED_COMMUNICATION_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    STEP_GLOBAL_TIMER,
-)
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
     from deepspeed.engine.observers.progress.wall_clock import WallClockBreakdown
 
 TIMERS = {
-    FORWARD_GLOBAL_TIMER: "elapsed_time_ms_forward",
-    BACKWARD_GLOBAL_TIMER: "elapsed_time_ms_backward",
-    BACKWARD_INNER_GLOBAL_TIMER: "elapsed_time_ms_backward_inner",
-    BACKWARD_REDUCE_GLOBAL_TIMER: "elapsed_time_ms_backward_allreduce",
-    STEP_GLOBAL_TIMER: "elapsed_time_ms_step",
-    EXPOSED_COMMUNICATION_TIMER: "elapsed_time_ms_exposed_communication",
-    DATA_TIMER: "elapsed_time_ms_data",
+    timer.FORWARD_GLOBAL_TIMER: "elapsed_time_ms_forward",
+    timer.BACKWARD_GLOBAL_TIMER: "elapsed_time_ms_backward",
+    timer.BACKWARD_INNER_GLOBAL_TIMER: "elapsed_time_ms_backward_inner",
+    timer.BACKWARD_REDUCE_GLOBAL_TIMER: "elapsed_time_ms_backward_allreduce",
+    timer.STEP_GLOBAL_TIMER: "elapsed_time_ms_step",
+    timer.EXPOSED_COMMUNICATION_TIMER: "elapsed_time_ms_exposed_communication",
+    timer.DATA_TIMER: "elapsed_time_ms_data",
 }
 NUMBERS = {
     "train_loss": "loss",

@@ -11,15 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero, print_dist
 from deepspeed.comm.timed import WaitTime
-from deepspeed.observe.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    DATA_TIMER,
-    EXPOSED_COMMUNICATION_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    STEP_GLOBAL_TIMER,
-)
+from deepspeed.observe import timer
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -28,7 +20,7 @@ EVERY = 10
 """Steps between exchanges of the ranks' times, if `steps_per_print` is unset."""
 MAX_RANKS = 16
 """Up to this number of ranks all times are shown; beyond it only the smallest and largest."""
-COMPARED_TIMERS = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
+COMPARED_TIMERS = (timer.EXPOSED_COMMUNICATION_TIMER, timer.DATA_TIMER)
 """Timers that are compared between ranks."""
 
 
@@ -43,11 +35,11 @@ class WallClockBreakdown:
     """
 
     SPANS = (
-        ("before_forward", "after_forward", FORWARD_GLOBAL_TIMER),
-        ("before_backward", "after_backward", BACKWARD_GLOBAL_TIMER),
-        ("before_backward", "before_reduction", BACKWARD_INNER_GLOBAL_TIMER),
-        ("before_reduction", "after_backward", BACKWARD_REDUCE_GLOBAL_TIMER),
-        ("before_step", "after_step", STEP_GLOBAL_TIMER),
+        ("before_forward", "after_forward", timer.FORWARD_GLOBAL_TIMER),
+        ("before_backward", "after_backward", timer.BACKWARD_GLOBAL_TIMER),
+        ("before_backward", "before_reduction", timer.BACKWARD_INNER_GLOBAL_TIMER),
+        ("before_reduction", "after_backward", timer.BACKWARD_REDUCE_GLOBAL_TIMER),
+        ("before_step", "after_step", timer.STEP_GLOBAL_TIMER),
     )
 
     def __init__(self, engine: Engine, interval: int | None = None) -> None:
@@ -60,12 +52,12 @@ class WallClockBreakdown:
         self._sums = dict.fromkeys(COMPARED_TIMERS, 0.0)
         self._of_ranks: list[tuple[int, dict[str, float]]] = []
         self._waits = WaitTime(
-            None if get_accelerator().use_host_timers() else engine.timers(EXPOSED_COMMUNICATION_TIMER)
+            None if get_accelerator().use_host_timers() else engine.timers(timer.EXPOSED_COMMUNICATION_TIMER)
         )
         self._listen()
         self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
-        engine.events.on("after_step", lambda **_: self.begin(DATA_TIMER))
+        engine.events.on("after_step", lambda **_: self.begin(timer.DATA_TIMER))
         # Check the class: an engine also has its module's attributes.
         if hasattr(type(engine), "pipe_channels"):
             engine.events.on("before_forward", self._wait_in_pipeline)
@@ -74,7 +66,7 @@ class WallClockBreakdown:
     def _listen(self) -> None:
         on = self.engine.events.on
         for event in ("before_forward", "before_step"):  # a pipeline may run no forward of the engine
-            on(event, lambda **_: self.end(DATA_TIMER))
+            on(event, lambda **_: self.end(timer.DATA_TIMER))
         # Where one span ends and the next begins, or nested spans end first.
         for _, after, name in reversed(self.SPANS):
             on(after, lambda name=name, **_: self.end(name))
@@ -102,14 +94,14 @@ class WallClockBreakdown:
                 setattr(channel, name, functools.partial(around, call))
 
     def begin(self, name: str) -> None:
-        timer = self.engine.timers(name)
-        timer.cancel()  # a timer still running belongs to a failed pass
-        timer.start()
+        started = self.engine.timers(name)
+        started.cancel()  # a timer still running belongs to a failed pass
+        started.start()
 
     def end(self, name: str) -> None:
-        timer = self.engine.timers(name)
-        if timer.started_:
-            timer.stop()
+        started = self.engine.timers(name)
+        if started.started_:
+            started.stop()
 
     def report(self, **_: Any) -> None:
         if self.engine.global_steps == self.steps:
@@ -117,7 +109,7 @@ class WallClockBreakdown:
         timers, self.steps = self.engine.timers, self.engine.global_steps
         on_host = self._waits.take()
         if self._waits.span is None:
-            timers(EXPOSED_COMMUNICATION_TIMER).add(on_host)
+            timers(timer.EXPOSED_COMMUNICATION_TIMER).add(on_host)
             self.step_waits_ms, self._waited = self._waited * 1e3, 0.0
         self.elapsed_ms |= {name: timers(name).elapsed(reset=False) for name in self.names}
         timers.log(self.names, reset=True, ranks=[0])
