@@ -104,8 +104,7 @@ def test_the_sampler_takes_it_on_a_gpu() -> None:
         chosen = Sampler().choose(logits, requests)
         assert chosen[0] != 7 and chosen[1] == logits[1].argmax() and chosen[2] == 5
         logits[1, 3] = float("nan")
-        with pytest.raises(ValueError, match="request 1 "):
-            Sampler().choose(logits, requests)
+        assert Sampler().choose(logits, requests).keys() == {0, 2} and requests[1].cut == "failed"
 
 
 @compiling
