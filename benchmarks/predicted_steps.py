@@ -23,9 +23,10 @@ import torch
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.ledger import STEADY, MemoryPlace
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.calibration import Calibration, load, predict_step
+from deepspeed.planning.step_time.calibration import Calibration, fabric_of, load, work_of
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
+from deepspeed.planning.step_time.step import StepMachine, step_time
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools.calibrate import CalibrationRequest, calibrate
 from jobs import Job, progress
@@ -97,9 +98,8 @@ class Predictor:
         link = NetworkSpec(
             name=f"{mbits:g} Mbit/s", rate=mbits * 1e6 / 8, share=SHARE, burst=BURST, peak=1e12
         )
-        return predict_step(
-            self.found, planned.setting, flops, link, ranks_per_node=1, ranks_beside=ranks
-        ).seconds
+        machine = StepMachine(fabric=fabric_of(self.found, link, 1))
+        return step_time(planned.setting, work_of(self.found, planned.setting, flops, ranks), machine).seconds
 
 
 def job(arguments: argparse.Namespace, links: Links, ranks: int) -> Job:

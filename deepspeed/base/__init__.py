@@ -1,4 +1,4 @@
-"""The lowest layer: accelerator, environment, logging, errors, random state, small arithmetic. No torch.distributed.
+"""The lowest layer: accelerator, environment, logging, errors, random state. No torch.distributed.
 
 All other rooms may import it. Start reading: `accelerator/abstract_accelerator.py`, `logging.py`.
 """

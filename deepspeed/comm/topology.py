@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.base.arithmetic import prime_factors as _prime_factors
 from deepspeed.comm.groups import new_group
 from deepspeed.config.problems import DeepSpeedConfigError
 
@@ -240,7 +239,21 @@ class PipelineParallelGrid:
     get_slice_parallel_group = get_tensor_model_parallel_group = _getter("slice_proc_group")
 
 
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors of ``number`` with multiplicity, smallest first: 12 gives [2, 2, 3]."""
+    if number <= 0:
+        raise ValueError(f"{number} has no prime factors: expected a positive integer")
+    factors: list[int] = []
+    candidate = 2
+    while candidate * candidate <= number:
+        while number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        candidate += 1
+    return factors + [number] if number > 1 else factors
+
+
 def _square(ranks: int) -> ProcessTopology:
     """Return a nearly square topology, which gets the prime factors in turn."""
-    factors = _prime_factors(ranks) if ranks > 1 else []
+    factors = _prime_factors(ranks)
     return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))

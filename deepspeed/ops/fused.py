@@ -26,11 +26,6 @@ class FusedOptimizer(MultiTensorOptimizer):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        refuse(
-            f"{type(self).__name__}.step",
-            grads=grads,
-            output_params=output_params,
-            scale=scale,
-            grad_norms=grad_norms,
-        )
+        name = f"{type(self).__name__}.step"
+        refuse(name, grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)

@@ -14,14 +14,7 @@ import torch
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.config.optimizers import (
-    BUILT_IN,
-    COMPACT_KEYS,
-    TORCH_COUNTERPARTS,
-    check_optimizer,
-    settings_of,
-    torch_name,
-)
+from deepspeed.config import optimizers
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.optim.elementwise import is_elementwise
 from deepspeed.zero.placements import STACKED
@@ -37,7 +30,7 @@ def imported(path: str) -> OptimizerClass:
     return getattr(importlib.import_module(f"deepspeed.{module}"), name)
 
 
-_FUSED_ADAM, _HOST_ADAM = BUILT_IN["adam"].path, str(BUILT_IN["adam"].host_path)
+_FUSED_ADAM, _HOST_ADAM = optimizers.BUILT_IN["adam"].path, str(optimizers.BUILT_IN["adam"].host_path)
 
 
 def build_optimizer(
@@ -50,10 +43,10 @@ def build_optimizer(
         DeepSpeedConfigError: unknown or unavailable name, unknown parameter, or a value out of range; all
             problems at once.
     """
-    problems = check_optimizer(name, params)
+    problems = optimizers.check_optimizer(name, params)
     if problems:
         raise DeepSpeedConfigError("; ".join(problems))
-    settings = settings_of(params)
+    settings = optimizers.settings_of(params)
     cls = _resolve(name, settings, on_host)
     try:
         return cls(param_groups, **settings)
@@ -64,11 +57,11 @@ def build_optimizer(
 def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
     """Return the class for a valid section; removes keys from `settings` that the class does not take."""
     key = name.lower()
-    built_in = BUILT_IN.get(key)
+    built_in = optimizers.BUILT_IN.get(key)
     if built_in is None:
-        return getattr(torch.optim, torch_name(name) or name)
-    if key in TORCH_COUNTERPARTS and not settings.keys() <= built_in.arguments:
-        return getattr(torch.optim, TORCH_COUNTERPARTS[key])
+        return getattr(torch.optim, optimizers.torch_name(name) or name)
+    if key in optimizers.TORCH_COUNTERPARTS and not settings.keys() <= built_in.arguments:
+        return getattr(torch.optim, optimizers.TORCH_COUNTERPARTS[key])
     host_path = built_in.host_path if on_host else None
     if built_in.path == _FUSED_ADAM:
         return _adam(key, settings, on_host=host_path is not None)
@@ -81,7 +74,7 @@ def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerCla
 def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClass:
     decoupled = bool(settings.pop("adam_w_mode", True)) or key == "adamw"
     fp32_states = settings.pop("fp32_optimizer_states", True)
-    compact = {key: settings.pop(key) for key in COMPACT_KEYS if key in settings}
+    compact = {key: settings.pop(key) for key in optimizers.COMPACT_KEYS if key in settings}
     if settings.pop("torch_adam", False):
         settings.pop("bias_correction", None)
         return torch.optim.AdamW if decoupled else torch.optim.Adam

@@ -8,17 +8,7 @@ from typing import Any, TextIO
 from torch import nn
 
 from deepspeed.base.tables import padded
-from deepspeed.observe.flops.counting import (
-    WorkCount,
-    by_class_and_depth,
-    get_module_duration,
-    get_module_flops,
-    get_module_macs,
-    held_bytes,
-    params_of,
-    peak_bytes,
-    weight_bytes,
-)
+from deepspeed.observe.flops import counting
 
 # Number formats of the profile: rounded, with an SI prefix.
 
@@ -136,9 +126,9 @@ class FlopsTotals:
     """Totals of one rank for one micro-batch."""
 
     params: int
-    forward: WorkCount
-    backward: WorkCount
-    recomputed: WorkCount
+    forward: counting.WorkCount
+    backward: counting.WorkCount
+    recomputed: counting.WorkCount
     seconds: float
     """Time of the forward, measured at the module."""
     weights: int = 0
@@ -263,7 +253,7 @@ def memory(model: nn.Module) -> list[str]:
     """Return a table by module: bytes of weights, bytes held after its forward, peak bytes in its forward."""
     rows: list[tuple[str, ...]] = [("module", "class", "weights", "held after fwd", "peak in fwd")]
     for name, module in model.named_modules():
-        sizes = (weight_bytes(module), held_bytes(module), peak_bytes(module))
+        sizes = (counting.weight_bytes(module), counting.held_bytes(module), counting.peak_bytes(module))
         if any(sizes):
             depth = "  " * (name.count(".") + 1) if name else ""
             shown = f"{depth}{name.rpartition('.')[2] or '(model)'}"
@@ -273,7 +263,7 @@ def memory(model: nn.Module) -> list[str]:
 
 def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[str]:
     """Return, for each depth, the module classes with the most parameters, MACs and time."""
-    levels = by_class_and_depth(model)
+    levels = counting.by_class_and_depth(model)
     shown = levels[: len(levels) - 1 or 1] if module_depth == -1 else levels[:module_depth]
     lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
     columns = (
@@ -310,12 +300,16 @@ def _module_lines(module: nn.Module, label: str, depth: int, totals: FlopsTotals
 
 
 def _figures(module: nn.Module, totals: FlopsTotals) -> str:
-    params, macs, seconds = params_of(module), get_module_macs(module), get_module_duration(module)
+    params, macs, seconds = (
+        counting.params_of(module),
+        counting.get_module_macs(module),
+        counting.get_module_duration(module),
+    )
     return (
         f"{params_to_string(params)}, {_share(params, totals.params)} Params, "
         f"{macs_to_string(macs)}, {_share(macs, totals.forward.macs)} MACs, "
         f"{duration_to_string(seconds)}, {_share(seconds, totals.seconds)} latency, "
-        f"{rate(get_module_flops(module), seconds)},"
+        f"{rate(counting.get_module_flops(module), seconds)},"
     )
 
 

@@ -19,19 +19,9 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.pending import explanation
+from deepspeed.observe.live import record
 from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, summarize_rows
 from deepspeed.observe.live.jobs import JobEntry
-from deepspeed.observe.live.record import (
-    LOSS,
-    Item,
-    LiveStep,
-    RecordFile,
-    RecordInUse,
-    Row,
-    StepWindow,
-    is_known,
-    short,
-)
 from deepspeed.observe.monitor.base import Event, Monitor, numeric
 
 PAUSE_S = 1.0
@@ -71,9 +61,9 @@ class LiveRecorder:
         self.history = MetricHistory()
         self._queue: deque[tuple[str, Any]] = deque(maxlen=MAX_QUEUE)
         self._run, self._measure, self._entry, self._now = run, measure, entry, now
-        self._file = RecordFile(folder)
-        self._window = StepWindow()
-        self._new: list[Row | Item] = []
+        self._file = record.RecordFile(folder)
+        self._window = record.StepWindow()
+        self._new: list[record.Row | record.Item] = []
         self._memory: int | None = None
         self._begun = False
         self._unknown_loss = False
@@ -90,7 +80,7 @@ class LiveRecorder:
 
     # ---- called by the training thread
 
-    def put_step(self, step: LiveStep) -> None:
+    def put_step(self, step: record.LiveStep) -> None:
         self._queue.append(("step", step))
 
     def put_event(self, kind: str, step: int, text: str) -> None:
@@ -156,7 +146,7 @@ class LiveRecorder:
         self._opened_s = now if self._opened_s is None else self._opened_s
         try:
             self.history.extend(self._file.open())
-        except RecordInUse as error:
+        except record.RecordInUse as error:
             if now - self._opened_s < PATIENCE_S:
                 return False
             self._in_memory_only = True
@@ -184,7 +174,7 @@ class LiveRecorder:
             else:
                 self._take_curves(value)
 
-    def _take_step(self, step: LiveStep) -> None:
+    def _take_step(self, step: record.LiveStep) -> None:
         before = self._window.last if self._window.first is not None else self.history.last_step
         if not self._begun:
             self._begin(step, before)
@@ -193,13 +183,13 @@ class LiveRecorder:
             self._add({"resume": step.number - 1, "t": round(step.time, 1)})
         self._window.add(step)
         self._step = step.number
-        unknown = step.loss is not None and not is_known(step.loss)
+        unknown = step.loss is not None and not record.is_known(step.loss)
         if unknown and not self._unknown_loss:
             text = f"the loss is {step.loss}"
             self._add({"event": "loss", "t": round(step.time, 1), "step": step.number, "text": text})
         self._unknown_loss = unknown
 
-    def _begin(self, step: LiveStep, before: int | None) -> None:
+    def _begin(self, step: record.LiveStep, before: int | None) -> None:
         """Handle the first step of this process: continue the record, or start a new one."""
         self._begun = True
         if before is not None and step.number == 1:  # a new run in the folder of an earlier one
@@ -239,7 +229,7 @@ class LiveRecorder:
     def _add_sampled(self, now: float, state: dict[str, Any], last: bool) -> None:
         """Add additional curves and the state of the ranks, at intervals that bound their bytes per second."""
         if self._curves and self._begun and (last or now >= self._curves_due_s):
-            curves = {name: short(value) for name, value in self._curves.items()}
+            curves = {name: record.short(value) for name, value in self._curves.items()}
             self._add({"curves": curves, "t": round(now, 1), "step": self._step})
             self._curves = {}
             size = sum(len(name) + 12 for name in curves)
@@ -248,7 +238,7 @@ class LiveRecorder:
             self._add({"ranks": state["ranks"]})
             self._ranks_due_s = now + max(30.0, 90 * len(state["ranks"]) / RANKS_BYTES_PER_S)
 
-    def _add(self, entry: Row | Item) -> None:
+    def _add(self, entry: record.Row | record.Item) -> None:
         self._new.append(entry)
         self.history.extend([entry])
 
@@ -274,7 +264,8 @@ class LiveRecorder:
         if not self._begun:
             state = {name: value for name, value in self.history.state.items() if name in _NOT_OF_STEPS}
             return {**state, "run": self._run, "losses": []}
-        return {**self.history.state, "losses": [row[LOSS] for row in self.history.newest(SHOWN_LOSSES)]}
+        losses = [row[record.LOSS] for row in self.history.newest(SHOWN_LOSSES)]
+        return {**self.history.state, "losses": losses}
 
 
 class RecordSink(Monitor):

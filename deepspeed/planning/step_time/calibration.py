@@ -15,7 +15,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.step_time.fabric import Costs, Fabric
 from deepspeed.planning.step_time.hardware import NetworkSpec
-from deepspeed.planning.step_time.step import StepMachine, StepTime, program_of, run, step_time
+from deepspeed.planning.step_time.step import StepMachine, program_of, run
 from deepspeed.planning.step_time.work import StepWork
 
 VERSION = 1
@@ -239,19 +239,3 @@ def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -
         else:
             high = middle
     return (low + high) / 2
-
-
-def predict_step(
-    found: Calibration,
-    setting: PlanSetting,
-    flops: Sequence[float],
-    network: NetworkSpec,
-    *,
-    ranks_per_node: int,
-    ranks_beside: int | None = None,
-) -> StepTime:
-    """Predict the step time of ``setting`` on machines like the calibrated one. ``ranks_beside``: ranks that share a
-    machine's cores; default: ``ranks_per_node``."""
-    beside = ranks_per_node if ranks_beside is None else ranks_beside
-    work = work_of(found, setting, flops, beside)
-    return step_time(setting, work, StepMachine(fabric=fabric_of(found, network, ranks_per_node)))

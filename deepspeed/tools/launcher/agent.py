@@ -30,17 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from deepspeed.tools.launcher import processes
 from deepspeed.tools.launcher.errors import LaunchError, logger
 from deepspeed.tools.launcher.failures import Failure, causes_first, show, write_report
-from deepspeed.tools.launcher.processes import (
-    ERROR_REPORT,
-    ExitWatch,
-    end_failed_ranks,
-    grace_seconds,
-    holding_signals,
-    kill_descendants,
-    own_folder,
-)
 from deepspeed.tools.launcher.shim import ERROR_FILE, SCRIPT_ENDED
 
 
@@ -115,7 +107,7 @@ class RankFiles(LogsSpecs):
             folder = self._run_dir / str(local_rank)
             folder.mkdir(exist_ok=True)
             (folder / SCRIPT_ENDED).unlink(missing_ok=True)
-            error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
+            error_files[local_rank] = env[ERROR_FILE] = str(folder / processes.ERROR_REPORT)
             if self._log_dir is not None:
                 stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}{again}.log")
                 # Standard error stays inherited: the shim merges it into standard output, in one file, in order.
@@ -147,7 +139,7 @@ class Supervisor(LocalElasticAgent):
         )
         self.output = PrefixedOutput(run_dir) if job.prefix_output else None
         super().__init__(spec, RankFiles(run_dir, job.log_dir, self.output))
-        self.watch = ExitWatch({})
+        self.watch = processes.ExitWatch({})
         self.run_dir = run_dir
         self.stopped_at: float | None = None  # when the agent began to stop ranks
         self._ended_well: dict[int, float] = {}  # rank -> time at which its script ended without a failure
@@ -173,16 +165,16 @@ class Supervisor(LocalElasticAgent):
         assert context is not None
         # The agent waits up to 30 s for its processes when it closes them: too long after a Ctrl-C.
         object.__setattr__(context, "close", functools.partial(self._close, context, context.close))
-        with holding_signals():  # torch's handlers, now installed, raise
-            self.watch = ExitWatch(context.pids())
+        with processes.holding_signals():  # torch's handlers, now installed, raise
+            self.watch = processes.ExitWatch(context.pids())
             self._ended_well = {}
-            end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
+            processes.end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
         return workers
 
     def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
         self.stopped_at = self.stopped_at or time.time()
         # Without a signal, a rank has failed: a collective save is no longer possible, so no grace is granted for it.
-        grace = grace_seconds(os.getpid() if death_sig is not None else None)
+        grace = processes.grace_seconds(os.getpid() if death_sig is not None else None)
         close(death_sig, min(timeout, grace))
         _list_stopped(context)
         for worker in self._worker_group.workers:
@@ -219,7 +211,7 @@ def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Superv
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with own_folder() as run_dir:
+    with processes.own_folder() as run_dir:
         return _run(job, make(job, run_dir))
 
 
@@ -239,7 +231,7 @@ def _run(job: NodeJob, supervisor: Supervisor) -> int:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)  # the rest is short and must not be interrupted
         if exit_code:
-            kill_descendants()
+            processes.kill_descendants()
         if supervisor.output is not None:
             supervisor.output.drain()
         if job.report is not None:

@@ -9,17 +9,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from deepspeed.tools.launcher import processes
 from deepspeed.tools.launcher.errors import logger
-from deepspeed.tools.launcher.processes import (
-    adopt_orphans,
-    end_with_us,
-    folders_of,
-    grace_seconds,
-    handled_by,
-    kill_descendants,
-    own_children,
-    remove,
-)
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them
@@ -44,8 +35,8 @@ def supervise(
     only end by it. ``stdin``: as for `subprocess`. ``errors_to``: receives the launcher's standard error in chunks;
     by default it is inherited.
     """
-    adopt_orphans()
-    not_ours = own_children()
+    processes.adopt_orphans()
+    not_ours = processes.own_children()
     # In its own session, the launcher gets Ctrl-C from this process only, not from the terminal as well.
     process = subprocess.Popen(
         command,
@@ -53,21 +44,21 @@ def supervise(
         stdin=stdin,
         stderr=None if errors_to is None else subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=end_with_us(),
+        preexec_fn=processes.end_with_us(),
     )
     requests = _Requests(process, ends_by)
     reader = None if errors_to is None else _reader(process, errors_to)
     if listen is not None:
         listen(requests.forward)
-    with handled_by(requests.forward):
+    with processes.handled_by(requests.forward):
         code = process.wait()
         if code < 0 and (not requests.received or code == -signal.SIGKILL):
             logger.error("%s was terminated by %s; stopping its ranks", what, signal.Signals(-code).name)
         if code != 0:
-            kill_descendants(not_ours)
+            processes.kill_descendants(not_ours)
         if code < 0:
-            for left_behind in folders_of(process.pid):
-                remove(left_behind)
+            for left_behind in processes.folders_of(process.pid):
+                processes.remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
     # After a request, a death by another signal (killed after the timeout, or aborted by Python) is not the reason.
@@ -91,7 +82,7 @@ class _Requests:
             return
         self.received.append(signum)
         process.send_signal(signum if self._ends_by is None else self._ends_by)
-        last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
+        last_resort = threading.Timer(processes.grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
         last_resort.daemon = True
         last_resort.start()
 

@@ -20,11 +20,13 @@ from deepspeed.planning.step_time.calibration import (
     CostLine,
     Steps,
     contention,
+    fabric_of,
     load,
-    predict_step,
+    work_of,
 )
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
+from deepspeed.planning.step_time.step import StepMachine, step_time
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools import calibrate as made_by
 from deepspeed.tools.calibrate import CalibrationRequest, calibrate
@@ -82,8 +84,14 @@ def made(**more: Any) -> Calibration:
 def step(
     found: Calibration, stage: int, ranks: int, network: NetworkSpec = UNLIMITED, beside: int = 1
 ) -> float:
-    setting, flops = planned(stage, ranks)
-    return predict_step(found, setting, flops, network, ranks_per_node=1, ranks_beside=beside).seconds
+    return seconds_of(found, *planned(stage, ranks), network, beside)
+
+
+def seconds_of(
+    found: Calibration, setting: PlanSetting, flops: Any, network: NetworkSpec, beside: int = 1
+) -> float:
+    machine = StepMachine(fabric=fabric_of(found, network, 1))
+    return step_time(setting, work_of(found, setting, flops, beside), machine).seconds
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -147,8 +155,7 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
 
     def more(network: NetworkSpec) -> float:
         with_copies, without = (
-            predict_step(found, setting, flops, network, ranks_per_node=1).seconds
-            for found in (usual, replace(usual, steps=rows))
+            seconds_of(found, setting, flops, network) for found in (usual, replace(usual, steps=rows))
         )
         return with_copies - without
 
@@ -177,9 +184,7 @@ def test_another_model_takes_as_long_as_its_operations() -> None:
     found = made()
     setting, flops = planned(0, 1)
     twice = replace(found, flops=found.flops / 2)
-    assert predict_step(twice, setting, flops, UNLIMITED, ranks_per_node=1).seconds == pytest.approx(
-        2 * 0.03 + 0.005
-    )
+    assert seconds_of(twice, setting, flops, UNLIMITED) == pytest.approx(2 * 0.03 + 0.005)
 
 
 def test_a_calibration_needs_a_batch() -> None:
@@ -267,5 +272,5 @@ def test_a_real_one(model: str, batch: str | None, tmp_path: Path) -> None:
     assert load(tmp_path / "here.json") == found
     if batch is None:
         setting, flops = planned(3, 2)
-        seconds = predict_step(found, setting, flops, UNLIMITED, ranks_per_node=1).seconds
+        seconds = seconds_of(found, setting, flops, UNLIMITED)
         assert seconds == pytest.approx(found.steps["2/3"].step, rel=1e-3)
