@@ -29,10 +29,12 @@ from text_loss import ADAM, compare, load_text, pretrained
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 FLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 32, "overlap_step": True}
+AT_ONCE = {**FLOW, "full_warm_up_rounds": 0}
+"""Without the warm-up that lasts until the weights settle."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain offload": {"offload_optimizer": {"device": "cpu"}},
     "SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
-    "ZenFlow": {"offload_optimizer": {"device": "cpu"}, "zenflow": FLOW},
+    "ZenFlow": {"offload_optimizer": {"device": "cpu"}, "zenflow": AT_ONCE},
 }
 
 
@@ -204,12 +206,22 @@ def main() -> None:
     if arguments.only != "loss":
         stalls(arguments, report)
     if arguments.only != "stalls":
-        zero = {"stage": 1, **OPTIONS["ZenFlow"]}
-        other = {"config": {"zero_optimization": zero}}
+        others = {
+            name: {
+                "config": {
+                    "zero_optimization": {
+                        "stage": 1,
+                        "offload_optimizer": {"device": "cpu"},
+                        "zenflow": flow,
+                    }
+                }
+            }
+            for name, flow in (("ZenFlow", FLOW), ("no warm-up", AT_ONCE))
+        }
         shared = {"adam": {"lr": arguments.lr}}
         if arguments.tuning:
             shared["weights"] = pretrained(arguments.tuning, load_text())
-        compare(report, arguments.seeds, arguments.text_steps, "plain", {"ZenFlow": other}, shared)
+        compare(report, arguments.seeds, arguments.text_steps, "plain", others, shared)
     report.save()
 
 

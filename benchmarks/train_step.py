@@ -38,6 +38,7 @@ WHILE_TRAINING: dict[str, dict[str, Any]] = {  # sections of updates that do not
             "update_interval": 4,
             "select_strategy": "step",
             "select_interval": 32,
+            "full_warm_up_rounds": 0,
         },
     },
     "superoffload": {**ON_HOST, "offload_optimizer": {"device": "cpu", "super_offload": True}},

@@ -151,7 +151,8 @@ class ZenFlowPlan:
     """Steps per round; None: from the fraction of the gradient in the selected columns."""
     auto_ratio: float
     """The fraction above which rounds grow."""
-    warm_up_rounds: int
+    warm_up_rounds: int | None
+    """Initial rounds that update everything; None: until a round changes the weights little."""
     overlap: bool
     offload: bool
     """Keep the state of the selected columns on the host."""
@@ -348,13 +349,16 @@ def _zenflow(config: DeepSpeedConfig) -> ZenFlowPlan | None:
     section = config.zero_config.zenflow
     if section is None or config.zero_config.stage < 1:
         return None
+    rounds = section.full_warm_up_rounds
     return ZenFlowPlan(
         ratio=float(section.topk_ratio),
         select_interval=None if section.select_interval == "auto" else int(section.select_interval),
         by_epoch=section.select_strategy == "epoch",
         update_interval=None if section.update_interval == "auto" else int(section.update_interval),
         auto_ratio=float(section.auto_ratio),
-        warm_up_rounds=int(section.full_warm_up_rounds),
+        warm_up_rounds=rounds
+        if rounds != "auto" and "full_warm_up_rounds" in section.model_fields_set
+        else None,
         overlap=bool(section.overlap_step),
         offload=bool(section.offload),
         cores=1.0 - float(section.pt_reserved_cores_perc),

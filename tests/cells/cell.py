@@ -404,6 +404,7 @@ def _zero(cell: Cell, folder: str) -> dict[str, Any]:
                 "update_interval": 1,
                 "select_interval": 2,
                 "overlap_step": False,
+                "full_warm_up_rounds": 0,
             },
         },
     }

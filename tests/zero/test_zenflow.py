@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.zero import ZenFlowConfig
 from deepspeed.engine.zenflow import is_zenflow_update_boundary
+from deepspeed.zero.offload import warm_up
 from deepspeed.zero.offload.columns import columns_of
 from deepspeed.zero.offload.zenflow_optimizer import (
     ZenFlowZeroOptimizer,
@@ -28,7 +29,7 @@ STEPS = 6
 
 
 def with_zenflow(config: dict[str, Any], **options: Any) -> dict[str, Any]:
-    sections = {"offload_optimizer": {"device": "cpu"}, "zenflow": options}
+    sections = {"offload_optimizer": {"device": "cpu"}, "zenflow": {"full_warm_up_rounds": 0, **options}}
     return {**config, "zero_optimization": {**config["zero_optimization"], **sections}}
 
 
@@ -67,6 +68,51 @@ def test_the_plain_run_where_everything_is_updated(world_size: int, stage: int, 
                 assert_equal_runs(
                     engine_losses(make_zoo, with_zenflow(config, **options), STEPS, groups=True), expected
                 )
+
+
+def set_rate(engine: Any, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=[1, 2])
+def test_updates_are_deferred_once_the_weights_settle(
+    world_size: int, stage: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a number of rounds: neither while they move far nor while the rate rises. Resuming changes nothing."""
+    said: list[str] = []
+    monkeypatch.setattr(warm_up, "log_dist", lambda text, ranks: said.append(text))
+    monkeypatch.setattr(warm_up, "warning_once", said.append)
+    config = with_zenflow(config_of(stage), topk_ratio=0.25, update_interval=2)
+    del config["zero_optimization"]["zenflow"]["full_warm_up_rounds"]
+    runs = []
+    for resumed in (False, True):
+        engine, losses = start(config), []
+        for steps, lr in ((2, 1e-7), (2, 5e-2), (2, 5e-2), (1, 1e-4), (1, 1e-4), (5, 1e-4)):
+            set_rate(engine, lr)
+            assert not engine.core.executor.zenflow.warm_up.settled or len(losses) == 8
+            losses += train(engine, len(losses), steps)
+            if len(losses) == 7 and resumed:
+                engine.save_checkpoint(tmp_path)
+                engine.destroy()
+                engine = start(config, seed=1)
+                engine.load_checkpoint(tmp_path)
+        assert engine.core.executor.zenflow.warm_up.settled
+        runs.append((losses, engine.module.state_dict()))
+        engine.destroy()
+        assert "everything is still updated in every step" in said[0] and "once per round" in said[1]
+        assert "from step 7 on" in said[0] and "from step 9 on" in said[1], said
+        said.clear()
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+    plain = start(config_of(stage))
+    losses = []
+    for steps, lr in ((2, 1e-7), (4, 5e-2), (2, 1e-4)):
+        set_rate(plain, lr)
+        losses += train(plain, len(losses), steps)
+    plain.destroy()
+    assert runs[0][0][:8] == losses
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -39,7 +39,11 @@ class ZenFlowConfig(DeepSpeedConfigModel):
     overlap_step: bool = key(False, "Run the host update in parallel with the next steps.")
     offload: bool = key(False, "Keep the state of the selected columns in host memory.")
     auto_ratio: Float = key(0.99, "Threshold for `update_interval: auto`.", ge=0.0, le=1.0)
-    full_warm_up_rounds: Int = key(0, "Number of initial rounds that update everything.", ge=0)
+    full_warm_up_rounds: Int = key(
+        0,
+        "Initial rounds that update everything; `auto` or unset: until a round changes the weights little.",
+        ge=0,
+    )
     pt_reserved_cores_perc: Float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0.0, le=1.0)
     steps_per_epoch: Int | None = key(None, "Filled in by the engine; not for users.")
 

@@ -69,7 +69,7 @@ class ColumnChoice:
             chosen[id(owned)] = mask.nonzero().view(-1)
         held = sum(float(sums[i][mask].sum()) for i, mask in masks.items())
         whole = sum(float(sums[i].sum()) for i in masks)
-        return chosen, self._chosen_share(held, whole)
+        return chosen, self.share(held, whole)
 
     def _top_columns(self, sums: Tensor) -> Tensor:
         mask = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
@@ -78,8 +78,8 @@ class ColumnChoice:
             mask[sums.topk(number).indices] = True
         return mask
 
-    def _chosen_share(self, held: float, whole: float) -> float:
-        """Return ``held / whole`` over all ranks, so that they decide alike."""
+    def share(self, held: float, whole: float) -> float:
+        """Return ``held / whole`` over all ranks, so that they decide alike; 1 if ``whole`` is 0. Collective."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
         for communicator in (self.replica_groups.all_ranks, *self.replica_groups.across.values()):
             if communicator.size > 1:

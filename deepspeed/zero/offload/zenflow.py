@@ -45,6 +45,7 @@ from deepspeed.zero.offload.shadow_copies import (
     options_of_groups,
     runs_ahead,
 )
+from deepspeed.zero.offload.warm_up import WarmUp
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor, StepResult
@@ -139,6 +140,7 @@ class ZenFlow:
         self.in_round = 0
         self.interval = self.plan.update_interval or MIN_INTERVAL
         self.chosen_at: int | None = None  # value of ``steps`` when columns were chosen; None: choose
+        self.warm_up = WarmUp(self.plan.warm_up_rounds, self.interval, self.choice)
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, ZenFlowPiece] = {}
@@ -155,8 +157,8 @@ class ZenFlow:
 
     def step(self, used: Sequence[bool], grad_scale: float, update_all: Callable[[], None]) -> None:
         """Update with the fragments' current gradients, times ``grad_scale``."""
-        if self.steps < self.plan.warm_up_rounds * (self.plan.update_interval or MIN_INTERVAL):
-            update_all()
+        if self.warm_up.includes(self.steps):
+            self.warm_up.run(self.steps, update_all)
             self.steps += 1
             return
         self._adopt_written()
@@ -391,6 +393,7 @@ class ZenFlow:
             "in_round": self.in_round,
             "interval": self.interval,
             "chosen_at": self.chosen_at,
+            "warm_up": self.warm_up.state(),
         }
         return {"clock": clock, "pieces": pieces, "places": self._places()}
 
@@ -418,6 +421,7 @@ class ZenFlow:
         self.in_round = clock.get("in_round", 0)
         self.interval = clock.get("interval", self.plan.update_interval or MIN_INTERVAL)
         self.chosen_at = clock.get("chosen_at")
+        self.warm_up.load(clock.get("warm_up", (known, [])))
         by_param: dict[int, list[Mapping[str, Any]]] = {}
         for source in sources:
             for entry in saved[source]["pieces"]:
