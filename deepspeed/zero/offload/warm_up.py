@@ -44,13 +44,17 @@ class WarmUp:
         rates = [float(group["lr"]) for group in self.choice.store.optimizer.param_groups]
         steady = bool(self._rates) and not any(map(operator.gt, rates, self._rates))
         self._rates, self.settled = rates, steady and change < SETTLED
-        found = f"a round of ZenFlow's updates changes the weights by {change:.1%}: from step {step + 2} on,"
         if self.settled:
-            log_dist(f"{found} columns outside the topk_ratio are updated once per round", ranks=[0])
+            log_dist(
+                f"a round of ZenFlow's updates changes the weights by {change:.1%}: from step {step + 2} on, columns "
+                "outside the topk_ratio are updated once per round",
+                ranks=[0],
+            )
         elif steady:
             warning_once(
-                f"{found} everything is still updated in every step, until it is less than {SETTLED:.0%}, because "
-                "the loss would suffer (zenflow.full_warm_up_rounds: the number of such rounds, 0 for none)"
+                "ZenFlow updates everything in every step, because the loss would suffer otherwise, until a round "
+                f"changes the weights by less than {SETTLED:.0%} of their norm "
+                "(zenflow.full_warm_up_rounds: the number of such rounds, 0 for none)"
             )
 
     def state(self) -> tuple[bool, list[float]]:
