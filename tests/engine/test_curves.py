@@ -169,6 +169,26 @@ def test_loss_of_a_plain_backward(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
+def test_a_batch_that_failed_is_in_no_curve(tmp_path: Path) -> None:
+    engine = start(tmp_path, 2, gradient_accumulation_steps=2)
+    losses = []
+    for micro in (0, None, 1, 2):
+        if micro is None:
+            with pytest.raises(IndexError):
+                engine(torch.full((2, 4), 99))
+            losses.clear()
+            continue
+        loss = engine(batch(micro, 0, 0))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert engine.global_steps == 1
+    assert curves(tmp_path)["train_loss"][0][1] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert engine.losses == pytest.approx(sum(losses) / 2)
+    engine.destroy()
+
+
+@distributed(world_size=1)
 def test_a_loss_that_the_client_has_divided(tmp_path: Path) -> None:
     """As Transformers does: each micro-batch's share of the loss of the whole step; they add up."""
     engine = start(tmp_path, 2, gradient_accumulation_steps=2)

@@ -125,14 +125,16 @@ class LossMeter:
         """Subscribe to forward and backward; before that the meter costs nothing."""
         if not self.listening:
             self.listening = True
+            self._events.on("on_error", self._drop)  # the batch does not count
             self._events.on("after_forward", self._after_forward)
             self._events.on("after_backward", self._after_backward)
 
     def forget(self) -> None:
         """Drop the observed losses, and unsubscribe unless ``always``."""
-        self._backward_losses, self._forward_losses = [], []
+        self._drop()
         if self.listening and not self._always:
             self.listening = False
+            self._events.off("on_error", self._drop)
             self._events.off("after_forward", self._after_forward)
             self._events.off("after_backward", self._after_backward)
 
@@ -142,11 +144,12 @@ class LossMeter:
         self.forget()
         if self._engine.agreed_loss is not None:
             return float(self._engine.agreed_loss)
-        if backward_losses:
-            return float(sum(loss.float() for loss in backward_losses))
-        if forward_losses:
-            return float(sum(loss.float() for loss in forward_losses)) / len(forward_losses)
-        return None
+        losses = backward_losses or forward_losses
+        total = float(sum(loss.float() for loss in losses))
+        return (total if backward_losses else total / len(losses)) if losses else None
+
+    def _drop(self, **_: Any) -> None:
+        self._backward_losses, self._forward_losses = [], []
 
     def _after_forward(self, *, outputs: Any, **_: Any) -> None:
         if torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
