@@ -4,7 +4,8 @@
     python tools/draw_curves.py OUT/loss.svg DPO=OUT/log.txt --columns epoch loss
 
 Each curve is a file with the name that the legend gives it: a CSV file, whose first line names the columns, or what a
-run printed, with `step=50, loss=0.1` or `{'epoch': 1, 'loss': '0.1'}` in its lines. `--mean N` draws the mean of the
+run printed, with `step=50, loss=0.1`, `step 50: loss 0.1` or `{'epoch': 1, 'loss': '0.1'}` in its lines. With one column,
+the other one of each curve has its name. `--mean N` draws the mean of the
 last N rows in place of each row, since losses of single batches jump.
 """
 
@@ -41,7 +42,7 @@ def read(path: Path, columns: Sequence[str], mean: int) -> Curve:
 def printed(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Mapping[str, str]]:
     """Yield the values of the columns, from each line that has them all."""
     for line in lines:
-        pairs = dict(re.findall(r"([\w/.-]+)'?(?:=|: )'?(-?\d[\d.e+-]*)", line))
+        pairs = dict(re.findall(r"([\w/.-]+)'?(?:=|: | )'?(-?\d[\d.e+-]*)", line))
         if set(columns) <= set(pairs):
             yield pairs
 
@@ -92,13 +93,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draws curves of a run as a small SVG.")
     parser.add_argument("picture", type=Path)
     parser.add_argument("curves", nargs="+", metavar="NAME=FILE")
-    parser.add_argument("--columns", nargs=2, default=["step", "loss"], help="across and up")
+    parser.add_argument("--columns", nargs="+", default=["step", "loss"], help="across and up")
     parser.add_argument("--titles", nargs=2, help="of the axes; default: the columns")
     parser.add_argument("--mean", type=int, default=1, help="rows of a moving mean")
     options = parser.parse_args(argv)
     named = dict(curve.split("=", 1) for curve in options.curves)
-    curves = {name: read(Path(path), options.columns, options.mean) for name, path in named.items()}
-    options.picture.write_text(draw(curves, options.titles or options.columns), encoding="utf-8")
+    across, up = options.columns[0], options.columns[1:2]
+    curves = {name: read(Path(path), [across, *(up or [name])], options.mean) for name, path in named.items()}
+    titles = options.titles or [across, *(up or ["loss"])]
+    options.picture.write_text(draw(curves, titles), encoding="utf-8")
 
 
 if __name__ == "__main__":

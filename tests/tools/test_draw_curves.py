@@ -30,3 +30,15 @@ def test_two_curves_with_a_legend(tmp_path: Path) -> None:
     )
     assert 150 < len(slow) < 350 and slow[0] == pytest.approx(fast[0], abs=0.2)
     assert fast[-1][1] > slow[-1][1] > slow[0][1]  # lower losses are lower in the picture
+
+
+def test_curves_of_one_file_by_their_names(tmp_path: Path) -> None:
+    lines = [f"step {step}: discriminator {1 + step / 500:.3f}, generator 2.000" for step in (100, 200, 300)]
+    (tmp_path / "log.txt").write_text("\n".join([*lines, "distance 0.5 -> 0.1"]))
+    given = ["loss.svg", "discriminator=log.txt", "generator=log.txt", "--columns", "step"]
+    done = forked.run([str(REPOSITORY / "tools/draw_curves.py"), *given], cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    words = [text.text for text in picture.iter(f"{SVG}text")]
+    assert {"discriminator", "generator", "step", "loss"} <= set(words)
+    assert [str(line.get("points")).count(",") for line in picture.iter(f"{SVG}polyline")] == [3, 3]
