@@ -71,6 +71,8 @@ def test_an_error_about_a_name_of_release_0_19_says_what_to_use() -> None:
     with pytest.raises(ImportError, match="expert_parallel in the config to distribute"):
         from deepspeed.moe import ep_repack  # noqa: F401
     assert not hasattr(deepspeed, "datastates") and not hasattr(layers, "Yuan_LinearLayer")
+    with pytest.raises(ImportError, match="zero_optimization.zenflow in the config"):  # of lazy names
+        from deepspeed.ops.adam import ZenFlowSelectiveAdamW  # noqa: F401
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
         _ = deepspeed.nonsense
 

@@ -25,6 +25,8 @@ class _Registered:
     same: dict[str, ProcessGroup] = field(default_factory=dict)
     # This rank's other groups, made by the functions further below: by name, with their default group.
     groups: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
+    # Over how many ranks an expert of these groups is split.
+    parts_of_experts: int = 1
 
 
 _registered = _Registered()
@@ -35,12 +37,11 @@ mpu: Any = None
 
 def set_mesh(mesh: ProcessMesh | None) -> None:
     """Make the getters report ``mesh`` until the next engine is built; None: forget every mesh."""
+    global _registered
     meshes.by_hand = mesh
     if mesh is None:
         meshes.engines.clear()
-        _registered.sharing.clear()
-        _registered.same.clear()
-        _registered.groups.clear()
+        _registered = _Registered()
     meshes.tensor_parallel.clear()
 
 
@@ -59,15 +60,13 @@ def _initialized() -> bool:
 
 
 def _size(*axes: str) -> int:
-    mesh = get_mesh()
-    if mesh is not None:
+    if (mesh := get_mesh()) is not None:
         return mesh.size(*axes)
     return torch.distributed.get_world_size() if "dp" in axes and _initialized() else 1
 
 
 def _rank(*axes: str) -> int:
-    mesh = get_mesh()
-    if mesh is not None:
+    if (mesh := get_mesh()) is not None:
         return mesh.rank(*axes)
     return torch.distributed.get_rank() if "dp" in axes and _initialized() else 0
 
@@ -76,15 +75,13 @@ def _group(*axes: str) -> ProcessGroup | None:
     """Return the group over these axes; None without such parallelism or any process group."""
     if not _initialized():
         return None
-    mesh = get_mesh()
-    if mesh is not None:
+    if (mesh := get_mesh()) is not None:
         return mesh.group(*axes)
     return torch.distributed.group.WORLD if "dp" in axes else None
 
 
 def _ranks(*axes: str) -> list[int]:
-    mesh = get_mesh()
-    if mesh is not None:
+    if (mesh := get_mesh()) is not None:
         return list(mesh.ranks(*axes))
     return list(range(_size(*axes))) if "dp" in axes else [_rank("dp")]
 
@@ -215,6 +212,7 @@ def _create_expert_data_and_model_parallel(
     """Create these groups among the ranks with the same part of dense layers and stage, where ``mpu`` splits them."""
     tensor, stages = bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
     _make_expert_groups(expert_parallel_size_, tensor, stages, use_data_before_expert_parallel_)
+    _registered.parts_of_experts = tensor
 
 
 def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts: bool) -> None:
@@ -294,10 +292,9 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
 
 def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     """Return this rank's group; None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
-    mesh = get_mesh()
     if not _initialized():
         return None
-    if mesh is None:
+    if (mesh := get_mesh()) is None:
         return _expert_groups(same=same).get(group_name)
     return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same), same=same).group
 
@@ -318,6 +315,12 @@ def _get_expert_parallel_rank(group_name: str) -> int:
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
     return _sharing_experts(group_name, same=True).index(_global_rank())
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Return the number of ranks that each expert is split over; 1: the ranks divide the tokens, if they divide any."""
+    mesh = get_mesh()
+    return mesh.size("tp") if mesh is not None and mesh.splits_experts else _registered.parts_of_experts
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:

@@ -234,7 +234,8 @@ def _ask_tables(module: ModuleType) -> None:
         except AttributeError as error:
             value = submodule(module, name)
             if value is None:
-                refusal = refusal or error  # the module's own error is more specific
+                # The module's own error, unless it only says that there is no such name.
+                refusal = refusal if refusal and not str(error).startswith(str(refusal)) else error
                 if _imports_a_name(sys._getframe(1)):  # the import's own error would have no advice
                     raise ImportError(
                         f"cannot import name {name!r}: {refusal}", name=module.__name__

@@ -19,9 +19,10 @@ def configure_zenflow(engine: Any) -> None:
     section = engine._config.zero_config.zenflow
     if not isinstance(executor, ZenFlowStepExecutor) or section is None:
         return
-    if engine.training_dataloader is not None:
+    if section.steps_per_epoch is None and engine.training_dataloader is not None:
         batches = len(engine.training_dataloader) // engine._config.gradient_accumulation_steps
-        executor.zenflow.steps_per_epoch = section.steps_per_epoch = max(1, batches)
+        section.steps_per_epoch = max(1, batches)
+    executor.zenflow.steps_per_epoch = section.steps_per_epoch
     engine.auto_update = section.update_interval == "auto"
     for name in "update_interval select_strategy select_interval overlap_step full_warm_up_rounds".split():
         setattr(engine, name, getattr(section, name))

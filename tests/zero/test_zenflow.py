@@ -295,6 +295,9 @@ def test_documented_faces(tmp_path: Any) -> None:
     )[0]
     assert engine.core.executor.zenflow.steps_per_epoch == 4
     engine.destroy()
+    engine = start(with_zenflow(config_of(1), select_strategy="epoch", select_interval=2, steps_per_epoch=3))
+    assert engine.core.executor.zenflow._choice_steps() == 6  # of a loader that only the script knows
+    engine.destroy()
     unknown = with_zenflow(config_of(1), select_strategy="epoch", update_interval=1, full_warm_up_rounds=0)
     engine = start(unknown)
     for step in range(3):

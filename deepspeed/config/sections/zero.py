@@ -45,7 +45,7 @@ class ZenFlowConfig(DeepSpeedConfigModel):
         ge=0,
     )
     pt_reserved_cores_perc: Float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0.0, le=1.0)
-    steps_per_epoch: Int | None = key(None, "Filled in by the engine; not for users.")
+    steps_per_epoch: Int | None = key(None, "Steps of an epoch; null: those of `training_data`.", ge=1)
 
 
 DEFAULT_LEAF_MODULE_CLASSES = (

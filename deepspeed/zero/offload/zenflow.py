@@ -299,8 +299,8 @@ class ZenFlow:
             return every or ROUNDS_PER_CHOICE * self.interval
         if self.steps_per_epoch is None:
             warning_once(
-                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, "
-                "which defines the length of an epoch; selecting columns as with 'auto'"
+                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data or "
+                "zenflow.steps_per_epoch, the length of an epoch; selecting columns as with 'auto'"
             )
             return ROUNDS_PER_CHOICE * self.interval
         return (every or 1) * self.steps_per_epoch

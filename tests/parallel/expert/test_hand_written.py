@@ -144,7 +144,9 @@ class Unit:
 
 @distributed(world_size=4)
 def test_groups_beside_tensor_parallelism() -> None:
+    assert groups._get_expert_model_parallel_world_size() == 1
     groups._create_expert_data_and_model_parallel(2, Unit())
+    assert groups._get_expert_model_parallel_world_size() == 2
     rank = dist.get_rank()
     group = groups._get_expert_parallel_group("ep_size_2")
     assert torch.distributed.get_process_group_ranks(group) == [rank % 2, rank % 2 + 2]

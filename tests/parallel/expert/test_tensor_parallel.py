@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.comm import documented_groups as groups
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from tests.parallel.expert.models import Model, assert_engine_equals_alone, batch, config
 from tests.parallel.tensor.test_with_engine import Unit
@@ -41,6 +42,7 @@ def begin(stage: int, ep_size: int, split: bool, **model: Any) -> tuple[Any, tup
 @distributed(world_size=4)
 def test_equals_one_process(stage: int, ep_size: int, split: bool) -> None:
     engine, place = begin(stage, ep_size, split)
+    assert groups._get_expert_model_parallel_world_size() == (TP if split else 1)
     assert_engine_equals_alone(engine, Model(1), place=place)
     engine.destroy()
 
