@@ -4,9 +4,9 @@
     python tools/draw_curves.py OUT/loss.svg DPO=OUT/log.txt --columns epoch loss
 
 Each curve is a file with the name that the legend gives it: a CSV file, whose first line names the columns, or what a
-run printed, with `step=50, loss=0.1`, `step 50: loss 0.1` or `{'epoch': 1, 'loss': '0.1'}` in its lines. With one column,
-the other one of each curve has its name. `--mean N` draws the mean of the
-last N rows in place of each row, since losses of single batches jump.
+run printed, with `step=50, loss=0.1`, `step 50: loss 0.1` or `{'epoch': 1, 'loss': '0.1'}` in its lines. With one
+column, the other one of each curve has its name. `--mean N` draws the mean of the last N rows in place of each row,
+since losses of single batches jump.
 """
 
 from __future__ import annotations
