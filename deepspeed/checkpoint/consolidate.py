@@ -29,6 +29,10 @@ class ConsolidatedWeights:
     tensors: OrderedDict[str, LazyTensor]
     aliases: dict[str, str]
 
+    def materialized(self) -> OrderedDict[str, Tensor]:
+        """Return all tensors in memory; tied ones share storage."""
+        return self.mapped(materialize)
+
     def mapped(self, make: Callable[[LazyTensor], Tensor]) -> OrderedDict[str, Tensor]:
         made = OrderedDict((name, make(tensor)) for name, tensor in self.tensors.items())
         for alias, name in self.aliases.items():

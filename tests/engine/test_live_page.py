@@ -26,7 +26,7 @@ from deepspeed.engine.observers.progress.display import VARIABLE
 from deepspeed.engine.observers.progress.live_page import RankProgress
 from deepspeed.observe.live import jobs, recorder
 from deepspeed.observe.live.ranks import RankStates
-from deepspeed.observe.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
+from deepspeed.observe.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS, StepWindow
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.tools.live import Follower
 from tests.engine.test_step_cost import calls_of, engine_step, operations_of
@@ -64,7 +64,7 @@ def as_steps(engine: Any) -> None:
         page.recorder._window.__class__ = _Narrow
 
 
-class _Narrow(recorder.StepWindow):
+class _Narrow(StepWindow):
     @property
     def width_s(self) -> float:
         return 0.0

@@ -26,7 +26,7 @@ class WarmUp:
     interval: int
     choice: ColumnChoice
     settled: bool = False
-    _rates: list[float] = field(default_factory=list)  # when the previous round ended
+    rates: list[float] = field(default_factory=list)  # when the previous round ended
 
     def includes(self, step: int) -> bool:
         """Return whether ``step``, from 0, updates everything."""
@@ -42,8 +42,8 @@ class WarmUp:
         moved = sum(_squares(new - old) for new, old in zip(self._sample(), before, strict=True))
         change = self.interval * self.choice.share(moved, sum(map(_squares, before))) ** 0.5
         rates = [float(group["lr"]) for group in self.choice.store.optimizer.param_groups]
-        steady = bool(self._rates) and not any(map(operator.gt, rates, self._rates))
-        self._rates, self.settled = rates, steady and change < SETTLED
+        steady = bool(self.rates) and not any(map(operator.gt, rates, self.rates))
+        self.rates, self.settled = rates, steady and change < SETTLED
         if self.settled:
             log_dist(
                 f"a round of ZenFlow's updates changes the weights by {change:.1%}: from step {step + 2} on, columns "
@@ -56,12 +56,6 @@ class WarmUp:
                 f"changes the weights by less than {SETTLED:.0%} of their norm "
                 "(zenflow.full_warm_up_rounds: the number of such rounds, 0 for none)"
             )
-
-    def state(self) -> tuple[bool, list[float]]:
-        return self.settled, self._rates
-
-    def load(self, state: tuple[bool, list[float]]) -> None:
-        self.settled, self._rates = state
 
     def _sample(self) -> list[Tensor]:
         return [

@@ -393,7 +393,7 @@ class ZenFlow:
             "in_round": self.in_round,
             "interval": self.interval,
             "chosen_at": self.chosen_at,
-            "warm_up": self.warm_up.state(),
+            "warm_up": (self.warm_up.settled, self.warm_up.rates),
         }
         return {"clock": clock, "pieces": pieces, "places": self._places()}
 
@@ -421,7 +421,7 @@ class ZenFlow:
         self.in_round = clock.get("in_round", 0)
         self.interval = clock.get("interval", self.plan.update_interval or MIN_INTERVAL)
         self.chosen_at = clock.get("chosen_at")
-        self.warm_up.load(clock.get("warm_up", (known, [])))
+        self.warm_up.settled, self.warm_up.rates = clock.get("warm_up", (known, []))
         by_param: dict[int, list[Mapping[str, Any]]] = {}
         for source in sources:
             for entry in saved[source]["pieces"]:
