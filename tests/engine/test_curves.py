@@ -189,6 +189,24 @@ def test_a_batch_that_failed_is_in_no_curve(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
+def test_a_batch_that_a_load_drops_is_in_no_curve(tmp_path: Path) -> None:
+    engine = start(tmp_path, 2, gradient_accumulation_steps=2)
+    engine.save_checkpoint(tmp_path / "saved")
+    losses = []
+    for micro in range(3):
+        loss = engine(batch(micro, 0, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if micro == 0:
+            engine.load_checkpoint(tmp_path / "saved")
+            losses.clear()
+    assert engine.global_steps == 1
+    assert curves(tmp_path)["train_loss"][0][1] == pytest.approx(sum(losses) / 2, rel=1e-6)
+    engine.destroy()
+
+
+@distributed(world_size=1)
 def test_a_loss_that_the_client_has_divided(tmp_path: Path) -> None:
     """As Transformers does: each micro-batch's share of the loss of the whole step; they add up."""
     engine = start(tmp_path, 2, gradient_accumulation_steps=2)

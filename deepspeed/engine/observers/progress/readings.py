@@ -113,11 +113,16 @@ class LossMeter:
     """
 
     def __init__(self, engine: Engine, *, always: bool = False) -> None:
-        self._engine, self._events = engine, engine.events
-        self._always = always
+        self._engine, self._always = engine, always
         self.listening = False
         self._backward_losses: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
+        self._subscribers = {
+            "after_forward": self._after_forward,
+            "after_backward": self._after_backward,
+            "on_error": self._drop,  # neither a failed batch nor one that a load drops counts
+            "on_load": self._drop,
+        }
         if always:
             self.listen()
 
@@ -125,18 +130,16 @@ class LossMeter:
         """Subscribe to forward and backward; before that the meter costs nothing."""
         if not self.listening:
             self.listening = True
-            self._events.on("on_error", self._drop)  # the batch does not count
-            self._events.on("after_forward", self._after_forward)
-            self._events.on("after_backward", self._after_backward)
+            for event, subscriber in self._subscribers.items():
+                self._engine.events.on(event, subscriber)
 
     def forget(self) -> None:
         """Drop the observed losses, and unsubscribe unless ``always``."""
         self._drop()
         if self.listening and not self._always:
             self.listening = False
-            self._events.off("on_error", self._drop)
-            self._events.off("after_forward", self._after_forward)
-            self._events.off("after_backward", self._after_backward)
+            for event, subscriber in self._subscribers.items():
+                self._engine.events.off(event, subscriber)
 
     def take(self) -> float | None:
         """Return the loss since the last call, None if no loss tensor was seen. Synchronizes with the device."""
@@ -145,8 +148,10 @@ class LossMeter:
         if self._engine.agreed_loss is not None:
             return float(self._engine.agreed_loss)
         losses = backward_losses or forward_losses
+        if not losses:
+            return None
         total = float(sum(loss.float() for loss in losses))
-        return (total if backward_losses else total / len(losses)) if losses else None
+        return total if backward_losses else total / len(losses)
 
     def _drop(self, **_: Any) -> None:
         self._backward_losses, self._forward_losses = [], []
