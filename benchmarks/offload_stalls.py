@@ -207,15 +207,7 @@ def main() -> None:
         stalls(arguments, report)
     if arguments.only != "stalls":
         others = {
-            name: {
-                "config": {
-                    "zero_optimization": {
-                        "stage": 1,
-                        "offload_optimizer": {"device": "cpu"},
-                        "zenflow": flow,
-                    }
-                }
-            }
+            name: {"config": {"zero_optimization": {"stage": 1, **OPTIONS["ZenFlow"], "zenflow": flow}}}
             for name, flow in (("ZenFlow", FLOW), ("no warm-up", AT_ONCE))
         }
         shared = {"adam": {"lr": arguments.lr}}

@@ -349,16 +349,14 @@ def _zenflow(config: DeepSpeedConfig) -> ZenFlowPlan | None:
     section = config.zero_config.zenflow
     if section is None or config.zero_config.stage < 1:
         return None
-    rounds = section.full_warm_up_rounds
+    given = "full_warm_up_rounds" in section.model_fields_set  # "auto" counts as absent
     return ZenFlowPlan(
         ratio=float(section.topk_ratio),
         select_interval=None if section.select_interval == "auto" else int(section.select_interval),
         by_epoch=section.select_strategy == "epoch",
         update_interval=None if section.update_interval == "auto" else int(section.update_interval),
         auto_ratio=float(section.auto_ratio),
-        warm_up_rounds=rounds
-        if rounds != "auto" and "full_warm_up_rounds" in section.model_fields_set
-        else None,
+        warm_up_rounds=section.full_warm_up_rounds if given else None,
         overlap=bool(section.overlap_step),
         offload=bool(section.offload),
         cores=1.0 - float(section.pt_reserved_cores_perc),

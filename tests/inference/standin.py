@@ -49,15 +49,20 @@ class Parrot:
     that raises. ``cuts``: first token of a prompt -> the reason to end after three tokens. ``more``: arguments of the
     scheduler."""
 
-    cuts: Mapping[int, str] = {}
-
     def __init__(
-        self, *, delay: float = 0.0, fails_at: int | None = None, num_blocks: int = 256, **more: Any
+        self,
+        *,
+        delay: float = 0.0,
+        fails_at: int | None = None,
+        cuts: Mapping[int, str] | None = None,
+        num_blocks: int = 256,
+        **more: Any,
     ) -> None:
         manager = BlockManager(BlockPool(num_blocks), 4)
         self.scheduler = Scheduler(manager, **{"token_budget": 64, "max_sequences": 16, **more})
         self.delay = delay
         self.fails_at = fails_at
+        self.cuts = cuts or {}
         self.forwards = 0
         self.logprob = -0.5
         self._next = 0

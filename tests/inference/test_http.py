@@ -653,9 +653,7 @@ def test_many_requests_some_of_which_leave_or_are_malformed() -> None:
 
 
 def test_an_answer_whose_logits_are_not_finite_is_an_error_of_the_server() -> None:
-    engine = Parrot()
-    engine.cuts = {ord("b"): "failed", ord("<"): "failed"}
-    with server(engine) as running:
+    with server(Parrot(cuts={ord("b"): "failed", ord("<"): "failed"})) as running:
         for path, body in (
             ("/v1/completions", {"prompt": "b"}),
             ("/v1/responses", {"model": "parrot", "input": "b"}),

@@ -120,6 +120,19 @@ def test_ranks_that_share_nothing_write_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION, "non-tp.safetensors"]
 
 
+def test_a_save_that_fails_leaves_no_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would describe files of two saves."""
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    save_parts(Halves(), tmp_path, torch.float32)
+    monkeypatch.setattr("deepspeed.inference.split.rank_files._write", full)
+    with pytest.raises(OSError, match="no space"):
+        save_parts(Halves(), tmp_path, torch.float32)
+    assert not (tmp_path / DESCRIPTION).exists()
+
+
 def test_a_folder_may_be_moved_and_what_is_missing_is_named(tmp_path: Path) -> None:
     module = Halves().eval()
     deepspeed.init_inference(module, dtype="fp32", save_mp_checkpoint_path=str(tmp_path / "first"))

@@ -120,8 +120,7 @@ def test_a_failure_is_told_to_everyone() -> None:
 
 def test_an_answer_may_end_without_another_token() -> None:
     """The sampler says so: its grammar is whole, or the logits are not finite, which no other client notices."""
-    engine = Parrot()
-    engine.cuts = {97: "stop", 98: "failed"}
+    engine = Parrot(cuts={97: "stop", 98: "failed"})
     service = Service(engine).start()
     told: dict[int, list[Update]] = {first: [] for first in (97, 98, 1)}
     for first, updates in told.items():

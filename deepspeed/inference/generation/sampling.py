@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -120,9 +121,9 @@ class Sampler:
 
 def _not_finite(scores: Tensor, chosen: Sequence[int]) -> list[int]:
     """Return the rows of ``scores`` [requests, vocabulary] whose ``chosen`` token is -1 or has no finite score."""
-    tokens = torch.tensor(chosen, device=scores.device)
-    finite = scores.gather(1, tokens.clamp(min=0)[:, None])[:, 0].isfinite() & (tokens >= 0)
-    return [row for row, good in enumerate(finite.tolist()) if not good]
+    known = torch.tensor([[max(token, 0)] for token in chosen], device=scores.device)
+    values = scores.gather(1, known)[:, 0].tolist()
+    return [row for row, value in enumerate(values) if chosen[row] < 0 or not math.isfinite(value)]
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:

@@ -35,13 +35,13 @@ def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Pat
     ranks. Return the path of the description."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
         # Of an earlier save: it must not describe files of both, should this one fail.
         (path / DESCRIPTION).unlink(missing_ok=True)
     split = {name: param for name, param in module.named_parameters() if placement_of(param).boxes}
     places = {name: placement_of(param) for name, param in split.items()}
     every = _of_all_ranks({name: (place.global_shape, place.boxes) for name, place in places.items()})
-    rank = dist.get_rank() if len(every) > 1 else 0
     own = _new_parts(every, rank)
     if own:
         _write(path / _file_of(rank), {name: split[name] for name in own}, own)

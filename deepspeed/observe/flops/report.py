@@ -300,11 +300,8 @@ def _module_lines(module: nn.Module, label: str, depth: int, totals: FlopsTotals
 
 
 def _figures(module: nn.Module, totals: FlopsTotals) -> str:
-    params, macs, seconds = (
-        counting.params_of(module),
-        counting.get_module_macs(module),
-        counting.get_module_duration(module),
-    )
+    params, macs = counting.params_of(module), counting.get_module_macs(module)
+    seconds = counting.get_module_duration(module)
     return (
         f"{params_to_string(params)}, {_share(params, totals.params)} Params, "
         f"{macs_to_string(macs)}, {_share(macs, totals.forward.macs)} MACs, "
