@@ -104,6 +104,9 @@ class UpdateContext:
     the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
     parts: Ranks | None = None
     """The ranks that share one copy, if masters are shards of it; only for updates with ``own_communication``."""
+    copies_of_one_batch: bool = False
+    """Whether ranks that compute one batch, on any stage, hold copies of weights: these must be equal whenever they
+    compute. Only for updates with ``own_communication``."""
 
 
 ALONE = UpdateContext()

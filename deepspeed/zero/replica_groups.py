@@ -39,6 +39,12 @@ SHARED = "shared by stages: "
 DIVIDED = "ds_tokens_divided"
 """Attribute of an expert's parameter: True if tensor-parallel ranks hold copies and each computes a part of the
 tokens, so that their gradients add up."""
+_COPIES = {
+    "pp": "pipeline stages hold copies of tied weights",
+    "tp": "tensor-parallel ranks hold copies of experts, each for its part of the tokens",
+    "sp": "ranks that share a sequence hold copies of all weights",
+}
+"""By axis: the ranks along it that compute one batch with copies of the same weights."""
 BROADCAST_NUMEL = 16 * 1024 * 1024
 """Elements per broadcast of the initial weights."""
 _DIVIDED_SUFFIX = ", tokens divided"
@@ -115,6 +121,10 @@ class ReplicaGroup:
     def first_holder(self) -> bool:
         """Return whether this is the first rank of the group, for states that every rank holds in full."""
         return self.shard.rank == 0 and self.first_replica
+
+    def holders(self, *, sharded: bool) -> Communicator:
+        """Return the ranks that hold the same masters as this one."""
+        return self.replicas if sharded else self.all_ranks
 
     @property
     def written_by(self) -> Communicator:
@@ -203,6 +213,14 @@ class ReplicaGroups:
 
     def of(self, param: torch.Tensor) -> ReplicaGroup:
         return self._known[replica_group_name(param)]
+
+    def copies_of_one_batch(self, params: Iterable[torch.Tensor], *, sharded: bool) -> str:
+        """Return which ranks compute one batch and hold copies of some of ``params``, as text; "" if none do.
+        ``sharded``: each rank holds a shard of its copy."""
+        groups = {self.of(param) for param in params}
+        held = {rank for group in groups for rank in group.holders(sharded=sharded).ranks} - {self._mesh.global_rank}
+        shared = (text for axis, text in _COPIES.items() if not held.isdisjoint(self._mesh.ranks(axis)))
+        return next(shared, "")
 
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
         """Return the axes of ``across`` over which the global tensor of ``param`` is split."""

@@ -100,6 +100,8 @@ class StepVote:
     """Any rank of the whole model has a late or newly activated gradient: all vote again once it is summed."""
     wants_local: bool
     """Whether every rank's optimizer wants the next gradients unsummed."""
+    copies: bool
+    """Whether ranks that compute one batch hold copies of weights, on any stage (``UpdateContext``)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -161,7 +163,7 @@ class StepExecutor:
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.set_grad_enabled(False):  # in every step: half the calls of no_grad()
-            context = self._context(norm * clip) if self._needs_context else ALONE
+            context = self._context(norm * clip, vote) if self._needs_context else ALONE
             self._update(vote.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
@@ -224,11 +226,11 @@ class StepExecutor:
         if groups:
             self._vote_by_group(groups, mine, flags)
         used, activated = flags[: len(self.store.params)], flags[len(self.store.params) :]
-        revote = late or any(activated)
+        revote, copies = late or any(activated), bool(self.optimizer_context.copies)
         for others in self.replica_groups.across.values():
-            squares, voters, refused = self._sum([squares, revote, not local], others)
-            revote, local = voters > 0, not refused
-        return StepVote(squares, used, late, activated, revote, local)
+            squares, voters, refused, holding = self._sum([squares, revote, not local, copies], others)
+            revote, local, copies = voters > 0, not refused, holding > 0
+        return StepVote(squares, used, late, activated, revote, local, copies)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -331,9 +333,10 @@ class StepExecutor:
             self.store.rebind(bucket)
             self._lists = []
 
-    def _context(self, norm: float) -> UpdateContext:
+    def _context(self, norm: float, vote: StepVote) -> UpdateContext:
         """Return the context of an update whose gradient has this ``norm`` after clipping."""
-        return self.optimizer_context.context(norm, local_gradients=self.reducer.cadence is Cadence.NEVER)
+        alone = self.reducer.cadence is Cadence.NEVER
+        return self.optimizer_context.context(norm, local_gradients=alone, copies=vote.copies)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -13,7 +13,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.native import sum_of_squares
 from deepspeed.ops.update import UpdateContext, refresh_weights
 from deepspeed.zero.placements import is_partial, is_stack, own_views
-from deepspeed.zero.replica_groups import SHARED, ReplicaGroup, ReplicaGroups
+from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
@@ -30,8 +30,15 @@ class UpdateContextBuilder:
     def rebuild(self) -> None:
         """Rebuild the services for the parameters that the store holds now."""
         traits, sharded = self.store.traits, self.sharded
-        if traits.local_weights:
-            self._require_one_copy_per_batch()
+        self.copies = ""
+        """Which ranks compute one batch and hold copies of this rank's weights."""
+        if traits.own_communication:
+            self.copies = self.replica_groups.copies_of_one_batch(self.store.params, sharded=sharded)
+        if self.copies and traits.local_weights:
+            raise DeepSpeedConfigError(
+                f"optimizer.type {type(self.store.optimizer).__name__!r} trains every copy of a parameter alone "
+                f"between exchanges, and {self.copies}. Use AdamW, a 1-bit optimizer, or another layout"
+            )
         split = sharded or any(map(is_partial, self.store.params))
         self._sums = None
         if (traits.segment_sums or traits.own_communication) and split:
@@ -49,22 +56,9 @@ class UpdateContextBuilder:
             else None
         )
 
-    def _require_one_copy_per_batch(self) -> None:
-        """Raise DeepSpeedConfigError if ranks that compute one batch hold copies, which would train apart."""
-        for param in self.store.params:
-            group = self.replica_groups.of(param)
-            if group.divided or group.name.startswith(SHARED):
-                what = "experts, each for its part of the tokens" if group.divided else "tied weights"
-                who = "tensor-parallel ranks" if group.divided else "pipeline stages"
-                raise DeepSpeedConfigError(
-                    f"optimizer.type {type(self.store.optimizer).__name__!r} trains every copy of a parameter alone "
-                    f"between exchanges, and {who} hold copies of {what}. Use AdamW, a 1-bit optimizer, or another "
-                    "layout"
-                )
-
-    def context(self, gradient_norm: float, *, local_gradients: bool) -> UpdateContext:
+    def context(self, gradient_norm: float, *, local_gradients: bool, copies: bool) -> UpdateContext:
         """Return the context of one update. ``gradient_norm``: after clipping. ``local_gradients``: gradients have not
-        been summed over ranks."""
+        been summed over ranks. ``copies``: of any stage."""
         return UpdateContext(
             gradient_norm=gradient_norm,
             segment_sum=self._sums,
@@ -75,6 +69,7 @@ class UpdateContextBuilder:
             parts=self.replica_groups.dense.shard
             if self.sharded and self.store.traits.own_communication
             else None,
+            copies_of_one_batch=copies,
         )
 
 
@@ -173,13 +168,9 @@ class HolderGroups:
         for position, master in enumerate(masters):
             found[self.kind_of[id(master)]].append(position)
         return [
-            (holders_of(replica_group, sharded=self.sharded), positions)
+            (replica_group.holders(sharded=self.sharded), positions)
             for (replica_group, _), positions in found.items()
         ]
-
-
-def holders_of(replica_group: ReplicaGroup, *, sharded: bool) -> Communicator:
-    return replica_group.replicas if sharded else replica_group.all_ranks
 
 
 class SwappedGroupsStep:
@@ -248,5 +239,5 @@ def local_squares(
                 else own_views(store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset)
             )
         ]
-        total += sum_of_squares(grads) / holders_of(replica_group, sharded=sharded).size
+        total += sum_of_squares(grads) / replica_group.holders(sharded=sharded).size
     return total

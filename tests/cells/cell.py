@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "0/1 Adam",
         "1-bit LAMB",
         "DiLoCo",
+        "local 0/1 Adam",
         "callable",
     ),
     "accumulation": (1, 3, 2),
@@ -155,7 +156,19 @@ class Cell:
     @property
     def sends_signs(self) -> bool:
         """Return whether ranks have only their own gradients after two updates."""
-        return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
+        return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "local 0/1 Adam")
+
+    @property
+    def steps_alone(self) -> bool:
+        """Return whether copies of the weights differ after some updates; only the first has gradients in full."""
+        return self.optimizer in ("DiLoCo", "local 0/1 Adam")
+
+    @property
+    def copies_of_one_batch(self) -> bool:
+        """Return whether ranks that compute one batch hold copies of weights."""
+        pp, tp, sp = (self.axis(name) > 1 for name in ("pp", "tp", "sp"))
+        tied = pp and self.parameters == "tied"
+        return tied or tp and self.model == "moe" or sp and (self.shards != "mics" or self.stage == 0)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -445,6 +458,16 @@ def _optimizer(cell: Cell) -> dict[str, Any]:
         "1-bit Adam": {"type": "OneBitAdam", "params": {**adam, "freeze_step": FREEZE}},
         "0/1 Adam": {"type": "ZeroOneAdam", "params": {**adam, "var_update_scaler": 1}},
         "1-bit LAMB": {"type": "OneBitLamb", "params": {**adam, "freeze_step": FREEZE}},
+        "local 0/1 Adam": {
+            "type": "ZeroOneAdam",
+            "params": {
+                **adam,
+                "var_update_scaler": 1,
+                "var_freeze_step": 1,
+                "local_step_scaler": 1,
+                "local_step_clipper": SYNC_EVERY,
+            },
+        },
         "DiLoCo": {
             "type": "DiLoCo",
             "params": {

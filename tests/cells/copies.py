@@ -26,7 +26,8 @@ def copy_of(cell: Cell, replica: int) -> int:
 
 
 class Copies:
-    """Local steps (Douillard et al. 2023): a model for each copy, and the weights that they last agreed on."""
+    """Local steps (Douillard et al. 2023; Lu et al. 2022): a model for each copy, and the weights that they last agreed
+    on."""
 
     def __init__(self, cell: Cell, seed: int = 0, noise: int = 0) -> None:
         self.cell, self.seed, self.noise = cell, seed, noise
@@ -58,9 +59,11 @@ class Copies:
         states = [each.optimizer.state_dict() for each in before]
         state = copy.deepcopy(states[0])
         for key, entries in state["state"].items():
-            for name in entries:
-                entries[name] = _mean([each["state"][key][name] for each in states])
+            for name, value in entries.items():
+                if isinstance(value, Tensor):
+                    entries[name] = _mean([each["state"][key][name] for each in states])
         made.optimizer.load_state_dict(state)
+        vars(made.optimizer).update(updates=self.updates)
         made.micro = before[0].micro
         made.publish()
         return made
@@ -80,7 +83,8 @@ class Copies:
         for each in self.all:
             each.update(step, cell, norm)
         self.updates += 1
-        if self.updates % SYNC_EVERY == 0:
+        together = cell.copies_of_one_batch and self.updates > 1
+        if self.updates % SYNC_EVERY == 0 or together:
             self._agree()
         self.expected.losses.append([loss for each in self.all for loss in each.expected.losses[-1]])
         self.expected.norms.append(norm)
@@ -105,9 +109,12 @@ class Copies:
 
     @torch.no_grad()
     def _agree(self) -> None:
-        """SGD with Nesterov momentum on the mean change since the last outer update."""
+        """The mean of the copies' moves; of DiLoCo's an outer update, SGD with Nesterov momentum."""
         for name, agreed in self.agreed.items():
             masters = [each.named[name] for each in self.all]
+            if self.cell.optimizer == "local 0/1 Adam":
+                self._agree_on_moves(masters)
+                continue
             moved = agreed - _mean(masters)
             momentum = self.momenta[name].mul_(OUTER_MOMENTUM).add_(moved)
             agreed.sub_(OUTER_RATE * (moved + OUTER_MOMENTUM * momentum))
@@ -115,6 +122,14 @@ class Copies:
                 master.copy_(agreed)
         for each in self.all:
             each.publish()
+
+    def _agree_on_moves(self, masters: Sequence[Tensor]) -> None:
+        states = [each.optimizer.state[master] for each, master in zip(self.all, masters, strict=True)]
+        if not all(state.get("rates") for state in states):
+            return  # unused
+        moved = _mean([state["moved"] for state in states])
+        for each, master in zip(self.all, masters, strict=True):
+            each.optimizer.agree(master, moved)  # type: ignore[attr-defined]
 
     def evaluate(self, cell: Cell) -> None:
         self.expected.evaluations.append(self._read(cell, Alone.evaluate, "evaluations"))
@@ -137,6 +152,7 @@ class Copies:
             each.finish()
         self.expected.apart = [each.expected.weights for each in self.all]
         self.expected.weights = self.expected.apart[0]
+        self.expected.rounding_decides = every[-1].expected.rounding_decides
         self.expected.chances = [one for each in every for one in each.expected.chances]
         self.expected.doubt = max(each.expected.doubt for each in every)
 
@@ -175,7 +191,7 @@ def expected_of(
     ``wires``: by layout; without them nothing is lost on the way. ``kept``: tokens, as ``choices``. ``noise``: as of
     ``Alone``.
     """
-    alone, step = (Copies if cells[0].optimizer == "DiLoCo" else Alone)(cells[0], seed, noise), 0
+    alone, step = (Copies if cells[0].steps_alone else Alone)(cells[0], seed, noise), 0
     nothing: list[list[Any]] = [[]] * len(cells)
     layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
     for cell, chosen, sent, worked_on in layouts:

@@ -74,10 +74,7 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
 def known_refusal(cell: Cell) -> bool:
     """Return whether the cell is refused on principle: drawn only if the requested pair itself implies it."""
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
-    pp, tp, sp = (cell.axis(name) > 1 for name in ("pp", "tp", "sp"))
-    # ranks that compute one batch, with copies that would train apart
-    copies = pp and cell.parameters == "tied" or tp and cell.model == "moe" or sp and cell.shards != "mics"
-    if cell.optimizer == "DiLoCo" and copies:
+    if cell.optimizer == "DiLoCo" and cell.copies_of_one_batch:
         return True
     return (cell.tier == "zenflow" and cell.optimizer not in elementwise) or (
         cell.keeps_gradients and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics")
@@ -111,7 +108,7 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         given.get("tier", "device") != "device" or given.get("wire") == "qgz" or given.get("shards") == "mics"
     ):
         needed["stage"] = source.choice([1, 2, 3])
-    own = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "DiLoCo")
+    own = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "DiLoCo", "local 0/1 Adam")
     if own and "stage" not in given and needed.get("stage", 1):
         needed["stage"] = source.choice(
             [1, 2] if "stage" in needed or given.get("resume") == "stage" else [0, 1, 2]

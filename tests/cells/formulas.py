@@ -268,6 +268,36 @@ class ZeroOneAdam(Formula):
         adam(param, state, rate)
 
 
+class LocalZeroOneAdam(Formula):
+    """0/1 Adam whose variance is that of the first gradient: each copy moves along its own momentum, until ``agree``."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
+        if self.updates == 1:
+            moments(state, grad)
+            adam(param, state, rate)
+            return
+        moments(state, grad, squares=False)
+        fill(state, grad)
+        if not state.get("rates"):
+            state |= {"rates": 0.0, "from": param.clone(), "moved": torch.zeros_like(param)}
+        corrected = rate / (1 - 0.9 ** state["step"])
+        state["rates"] += corrected
+        state["moved"] = state["moved"] + corrected * state["m"]
+        state["from"] *= 1 - rate * DECAY
+        param.copy_(state["from"] - state["moved"] / self.denominator(state))
+
+    @staticmethod
+    def denominator(state: dict[str, Any]) -> Tensor:
+        return (state["v"] / (1 - 0.999 ** max(1, state["seen"]))).sqrt() + EPS
+
+    @torch.no_grad()
+    def agree(self, param: Tensor, moved: Tensor) -> None:
+        """Go on from the weights that all copies' mean of ``moved`` comes to, along its momentum."""
+        state = self.state[param]
+        param.copy_(state["from"] - moved / self.denominator(state))
+        state["m"], state["rates"] = moved / state["rates"], 0.0
+
+
 class OneBitLamb(Lamb):
     """1-bit LAMB (Li et al. 2021) with a lossless exchange: the mean trust ratio of the first updates, times the change
     estimated from a variance that is still updated."""

@@ -30,7 +30,7 @@ MATRIX: dict[str, tuple[Any, ...]] = {
 NOT_DRAWN = (
     "Transformers models and the UNet are drawn with the features that do not change their layers. Cells cannot "
     "express yet: more than 4 ranks; two axes on 4 ranks together with a third; learned masks, ranges from statistics "
-    "and MoQ; local steps of 0/1 Adam; devices other than CPUs. The 1-bit optimizers exchange their signs without loss "
+    "and MoQ; devices other than CPUs. The 1-bit optimizers exchange their signs without loss "
     "here, so that the update is a formula of the gradients. Quantized weights (qwZ), quantized gradients (qgZ), the "
     "int8 codec and sums in bf16 are compared with their own formulas in fp32 cells with data parallelism alone; "
     "elsewhere with training without quantization, with a wider tolerance."

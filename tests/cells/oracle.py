@@ -217,6 +217,8 @@ def optimizer_of(cell: Cell, params: Any, names: dict[Tensor, str] | None = None
             return formulas.OneBitAdam(params)
         case "0/1 Adam":
             return formulas.ZeroOneAdam(params)
+        case "local 0/1 Adam":
+            return formulas.LocalZeroOneAdam(params)
         case "1-bit LAMB":
             return formulas.OneBitLamb(params)
         case "8-bit":
@@ -482,8 +484,10 @@ class Alone:
 
 def wants_local_gradients(cell: Cell, step: int) -> bool:
     """Return whether no rank has the gradient of all ranks' data in this step, counted from 0."""
+    if cell.steps_alone:
+        return step > 0
     full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
-    return cell.sends_signs and not full or cell.optimizer == "DiLoCo" and step > 0
+    return cell.sends_signs and not full
 
 
 def mean_square(sums: list[Tensor], size: int) -> float:

@@ -129,7 +129,7 @@ def has_formula(cell: Cell) -> bool:
     own_order = cell.wire == "bf16" and (cell.shards == "mics" or cell.backward == "no_sync")
     # ranks say it before their first update; later gradients are summed within groups alone
     unknown = cell.sends_signs and (cell.parameters == "late" or cell.shards == "mics")
-    unknown = unknown or cell.optimizer == "DiLoCo"
+    unknown = unknown or cell.steps_alone
     # the step in which weights begin to be trained sums their gradients once, not with each micro-batch
     if cell.wire != "qwz" and cell.parameters == "late":
         unknown = unknown or cell.accumulation > 1 or cell.batch_change

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.optim.local_steps import DiLoCo
 from tests.pool import distributed
 
@@ -171,6 +172,14 @@ def test_arguments_and_alone() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] and optimizer.exchanges == 6
+
+
+@distributed(world_size=2)
+def test_ranks_of_a_sequence_are_refused_to_a_scripts_own_object() -> None:
+    model = make_model()
+    config = {"train_micro_batch_size_per_gpu": 8, "sequence_parallel_size": 2}
+    with pytest.raises(DeepSpeedConfigError, match="ranks that share a sequence hold copies of all weights"):
+        deepspeed.initialize(model=model, config=config, optimizer=DiLoCo(model.parameters()))
 
 
 @pytest.mark.parametrize(("stage", "group", "fits"), [(0, 0, False), (1, 2, True), (2, 3, False)])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.base.logging import warning_once
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
@@ -67,7 +68,8 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     """AdamW with three kinds of updates. *Variance* updates use fully summed gradients; they become rarer, and stop
     after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
     ``var_freeze_step`` they exchange the sum of their steps every few updates (1 bit), and nothing in the others (0
-    bits), where each rank moves its own weights along its own momentum.
+    bits), where each rank moves its own weights along its own momentum. Where ranks that compute one batch hold copies
+    (tied weights of a pipeline, sequences divided over ranks), they exchange at every update.
 
     Args:
         params: iterable of parameters or of dicts that define groups.
@@ -169,12 +171,20 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def after_warmup_update(self, context: UpdateContext) -> None:
         self.variance_updates += 1
 
-    def exchanges_at(self, update: int) -> bool:
+    def exchanges_at(self, update: int, context: UpdateContext = ALONE) -> bool:
         """Return whether the ranks exchange signs in an update that is no variance update."""
         frozen = self.var_freeze_step
         if update <= frozen:
             return True
-        return update % local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper) == 0
+        interval = local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper)
+        if interval > 1 and context.copies_of_one_batch:
+            warning_once(
+                f"ZeroOneAdam exchanges momenta at every update instead of every {interval}: ranks that compute one "
+                "batch hold copies of weights (tied over pipeline stages, divided sequences, experts that divide "
+                "tokens), which local steps would change apart. local_step_clipper = 1 asks for it without this warning"
+            )
+            return True
+        return update % interval == 0
 
     def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
@@ -188,9 +198,9 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         if self.updates <= self.var_freeze_step:
             self._update_compressed(number, group, part, states, context.holders)
         else:
-            self._update_local(number, group, part, states, context.holders)
+            self._update_local(number, group, part, states, context)
         if number == 0:
-            self.exchanges += self.exchanges_at(self.updates)
+            self.exchanges += self.exchanges_at(self.updates, context)
 
     def _update_compressed(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
@@ -211,10 +221,10 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 plain_step(w, m, v, rounded, **scalars)
 
     def _update_local(
-        self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
+        self, number: int, group: Group, part: Fragments, states: list[Any], context: UpdateContext
     ) -> None:
         """Run a local update after the variance is frozen, and every few updates the exchange of their sum."""
-        since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
+        since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates, context)
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
         for master, state, low in zip(part.masters, states, part.lows, strict=True):
             divisor, rate = self._divisor_and_rate(state, group)
@@ -231,7 +241,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                     _write(w, rounded, synced - local)
         self.rate_sums[number] = since + rate
         if exchanges:
-            self._exchange_steps(number, group, part, states, holders)
+            self._exchange_steps(number, group, part, states, context.holders)
 
     def _exchange_steps(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None

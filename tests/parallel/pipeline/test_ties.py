@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import PipeModelDataParallelTopology
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.optim.onebit import zoadam
 from deepspeed.parallel.pipeline import PipelineModule, TiedLayerSpec
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.placements import find_placements
@@ -98,6 +101,29 @@ def trained_like_one_process(
 @distributed(world_size=2)
 def test_one_rank_for_each_stage(stage: int) -> None:
     trained_like_one_process(TWO_STAGES, stage)
+
+
+@distributed(world_size=2)
+def test_local_steps_keep_the_copies_of_a_tie_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0/1 Adam exchanges at every update then; DiLoCo, all of which is local, is refused."""
+    said: list[str] = []
+    monkeypatch.setattr(zoadam, "warning_once", said.append)
+    local = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+    optimizer = {"type": "ZeroOneAdam", "params": {"lr": 0.01, **local}}
+    engine = make_engine(PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of), optimizer=optimizer)
+    for _ in range(6):
+        engine.train_batch(batches(0))
+    assert engine.core.store.optimizer.exchanges == 5
+    assert said and all("every update instead of every" in text for text in said)
+    for param in engine.module.tied_modules.parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, param)
+    engine.destroy()
+    with pytest.raises(DeepSpeedConfigError, match="'DiLoCo' trains every copy .* pipeline stages hold copies"):
+        make_engine(
+            PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of), optimizer={"type": "DiLoCo"}
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
