@@ -20,8 +20,9 @@ MAX_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights
 """Maximum rows for which the kernel is faster than torch, which must dequantize integers first."""
 MAX_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
 """The same for CPUs on which torch's bfloat16 product is slow (with AVX2 a sixth of the kernel's speed)."""
-PROGRAM_ROWS = 64
-"""The same for a whole forward as one program, which avoids the overhead of torch's small operations."""
+PROGRAM_ROWS, PROGRAM_ROWS_OF_FLOATS = 512, 64
+"""The same for a whole forward as one program, which avoids the overhead of torch's small operations; and with fp32
+weights on CPUs without AVX-512."""
 GPU_ROWS = 64
 """The same for integers on a GPU. Not measured: there, a decode step is bound by reading weights."""
 LANES = 16

@@ -112,7 +112,7 @@ class _Causal:
         drawn = int(torch.randint(2**31, ())) if group is None else 0
         generator = Generator(
             runner,
-            token_budget=args.token_budget,
+            token_budget=token_budget_of(args),
             short_share=args.short_share,
             policy=args.scheduling_policy,
             speculation=self.proposer,
@@ -170,7 +170,7 @@ class _Encoder:
         model: Any = source.load_encoder()
         module = init_inference(model, dtype=dtype_of(args) or model.dtype).module
         self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
-        self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget)
+        self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget or 512)
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
         ability = "scores pairs of texts" if source.is_classifier else "computes embeddings"
         self.summary = f"model {args.name}, which {ability}"
@@ -317,4 +317,12 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
     if source.no_text:
         raise ValueError(f"--speculative-config: {config.model}: {source.no_text}")
     engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
-    return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)
+    return DraftModel(engine.module, config.num_speculative_tokens, token_budget=token_budget_of(args))
+
+
+def token_budget_of(args: argparse.Namespace) -> int:
+    """Return the tokens per forward. On a CPU 128 already take the time of their products, and requests that decode
+    wait for that long."""
+    if args.token_budget is not None:
+        return int(args.token_budget)
+    return max(128 if get_accelerator().device_name() == "cpu" else 512, 2 * int(args.max_sequences))

@@ -226,7 +226,9 @@ _LOGS = {
     "--otlp-traces-endpoint URL": takes("send a span per request there, by OTLP over HTTP"),
 }
 _LIMITS = {
-    "--token-budget --max-num-batched-tokens": takes("tokens per forward (default: %(default)s)", 512),
+    "--token-budget --max-num-batched-tokens": takes(
+        "tokens per forward (default: 512, on CPUs 128; at least 2 for each of --max-sequences)", type=int
+    ),
     "--short-share": takes(
         "fraction of the prompt tokens that short prompts may use to overtake long ones; 0: in order of "
         "arrival (default: %(default)s)",

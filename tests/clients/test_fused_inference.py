@@ -88,6 +88,8 @@ def test_long_forwards_are_left_to_torch_and_tables_grow(
     monkeypatch: pytest.MonkeyPatch, runs: list[int]
 ) -> None:
     monkeypatch.setattr(fused, "FIRST_POSITIONS", 8)
+    monkeypatch.setattr(fused, "PROGRAM_ROWS", 64)
+    monkeypatch.setattr(fused, "PROGRAM_ROWS_OF_FLOATS", 64)
     module: Any = make("llama", max_position_embeddings=256).eval()
     prompts = [(PROMPT * 12)[:length] for length in (70, 9, 30)]
     settings = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0)

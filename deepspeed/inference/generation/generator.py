@@ -26,6 +26,8 @@ from deepspeed.inference.scheduling.scheduler import Scheduler, SchedulerCounts
 from deepspeed.inference.scheduling.speculation import Proposer
 
 _PART_OF_MEMORY = 0.4
+_MOST_WITH_DRAFTS = 64
+"""Most tokens of a forward of one program with drafts: each of more costs about as much as a wanted one."""
 
 
 class Generator:
@@ -149,7 +151,8 @@ class Generator:
         """Run one forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module has not
         been modified since the last step."""
         # With more tokens than are fused, drafts would run other kernels, with other rounding.
-        most = None if self.scheduler.speculation is None else self.runner.max_fused_tokens
+        fused = self.runner.max_fused_tokens
+        most = None if fused is None else min(fused, _MOST_WITH_DRAFTS)
         scheduled = self.scheduler.schedule(most)
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]

@@ -1,10 +1,9 @@
-"""The fused layout: for common decoder architectures on the host, a forward of few tokens is one call of the native
-library, which runs a program of kernels over the model's own weights.
+"""The fused layout: for common decoder architectures on the host, a forward is one call of the native library, which
+runs a program of kernels over the model's own weights.
 
 A decode step reads each weight once and computes little, so the model's Python code and operator dispatch would cost as
 much as the weights. Here a step costs one call. Between products, values are fp32 whatever the dtype of the model.
-Forwards of many tokens use the packed layout: their time is that of their products, for which torch's kernels are
-faster.
+Forwards of more tokens than ``PROGRAM_ROWS`` use the packed layout, with torch's products.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from deepspeed.inference.model.decoder import DTYPES, Decoder, Layer, decoder_of
 from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
-from deepspeed.ops.native import library
+from deepspeed.ops.native import isa, library
 from deepspeed.ops.paged_attention import PagedPieces
-from deepspeed.ops.small_product import PROGRAM_ROWS
+from deepspeed.ops.small_product import PROGRAM_ROWS, PROGRAM_ROWS_OF_FLOATS
 
 FIRST_POSITIONS = 512
 """Initial size of the rotary tables, which double as sequences grow."""
@@ -48,7 +47,8 @@ class FusedLayout(PackedLayout):
             raise LayoutError("the native library is not available")
         shapes = super().learn(pieces, block_size)
         self._decoder = decoder_of(self.module, shapes, self.terms)
-        self.max_fused_tokens = PROGRAM_ROWS
+        slow = self._decoder.dtype == torch.float32 and isa() != "avx512"
+        self.max_fused_tokens = PROGRAM_ROWS_OF_FLOATS if slow else PROGRAM_ROWS
         return shapes
 
     def release(self) -> None:
