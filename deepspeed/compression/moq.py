@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import log_dist
-from deepspeed.compression.utils import (
-    ASYMMETRIC,
-    NEAREST,
-    STOCHASTIC,
-    SYMMETRIC,
-    BinaryQuantizer,
-    TernaryQuantizer,
-    quantizer_for,
-)
+from deepspeed.compression import utils
 
 Eigenvalues = Mapping[int, tuple[float, int]]
 
@@ -136,18 +128,18 @@ class MoQQuantizer:
 
     def quantize_highbit(self, inputs: Tensor, num_bits: int) -> Tensor:
         """Quantize ``inputs`` to three or more bits."""
-        rounding = STOCHASTIC if self.q_rounding else NEAREST
-        kind = ASYMMETRIC if self.q_type else SYMMETRIC
+        rounding = utils.STOCHASTIC if self.q_rounding else utils.NEAREST
+        kind = utils.ASYMMETRIC if self.q_type else utils.SYMMETRIC
         # seeded by the step: replicas of the weights get the same noise on every rank
-        return quantizer_for(num_bits, kind).apply(
+        return utils.quantizer_for(num_bits, kind).apply(
             inputs, num_bits, None, None, self.q_groups, rounding, self.qsteps
         )
 
     def quantize_tenary(self, inputs: Tensor) -> Tensor:
-        return TernaryQuantizer.apply(inputs, 2, None, None, self.q_groups)
+        return utils.TernaryQuantizer.apply(inputs, 2, None, None, self.q_groups)
 
     def quantize_binary(self, inputs: Tensor) -> Tensor:
-        return BinaryQuantizer.apply(inputs, 1, None, None, self.q_groups)
+        return utils.BinaryQuantizer.apply(inputs, 1, None, None, self.q_groups)
 
     def mixed_fp16_quantize(self, input: Tensor, input_q: Tensor, index: int) -> Tensor:
         """Mix values with their quantized form if ``q_mixed_fp16`` is set; else return the quantized form."""

@@ -170,7 +170,9 @@ class _Encoder:
         model: Any = source.load_encoder()
         module = init_inference(model, dtype=dtype_of(args) or model.dtype).module
         self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
-        self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget or 512)
+        self.engine: TextEncoder = kind(
+            module, source.load_tokenizer(), token_budget=args.token_budget or 512
+        )
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
         ability = "scores pairs of texts" if source.is_classifier else "computes embeddings"
         self.summary = f"model {args.name}, which {ability}"

@@ -217,10 +217,9 @@ class ReplicaGroups:
     def copies_of_one_batch(self, params: Iterable[torch.Tensor], *, sharded: bool) -> str:
         """Return which ranks compute one batch and hold copies of some of ``params``, as text; "" if none do.
         ``sharded``: each rank holds a shard of its copy."""
-        groups = {self.of(param) for param in params}
-        held = {rank for group in groups for rank in group.holders(sharded=sharded).ranks} - {self._mesh.global_rank}
-        shared = (text for axis, text in _COPIES.items() if not held.isdisjoint(self._mesh.ranks(axis)))
-        return next(shared, "")
+        holders = {self.of(param).holders(sharded=sharded) for param in params}
+        held = {rank for each in holders if each.size > 1 for rank in each.ranks} - {self._mesh.global_rank}
+        return next((text for axis, text in _COPIES.items() if held & {*self._mesh.ranks(axis)}), "")
 
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
         """Return the axes of ``across`` over which the global tensor of ``param`` is split."""

@@ -124,9 +124,11 @@ class Copies:
             each.publish()
 
     def _agree_on_moves(self, masters: Sequence[Tensor]) -> None:
-        states = [each.optimizer.state[master] for each, master in zip(self.all, masters, strict=True)]
+        states = [
+            each.optimizer.state.get(master, {}) for each, master in zip(self.all, masters, strict=True)
+        ]
         if not all(state.get("rates") for state in states):
-            return  # unused
+            return  # unused, or frozen
         moved = _mean([state["moved"] for state in states])
         for each, master in zip(self.all, masters, strict=True):
             each.optimizer.agree(master, moved)  # type: ignore[attr-defined]

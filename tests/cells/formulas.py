@@ -269,7 +269,7 @@ class ZeroOneAdam(Formula):
 
 
 class LocalZeroOneAdam(Formula):
-    """0/1 Adam whose variance is that of the first gradient: each copy moves along its own momentum, until ``agree``."""
+    """0/1 Adam with the variance of the first gradient: each copy moves along its own momentum, until ``agree``."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
         if self.updates == 1:

@@ -38,7 +38,7 @@ _NONE = -1
 _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
 _GONE = "its process has exited"
-_EXIT_GRACE_MS = 2000  # a killed process closes its pipes before its last thread is gone, long before on busy cores
+_EXIT_GRACE_MS = 2000  # an ending process closes its pipes before it is gone; long before on busy cores
 _MAX_POLL_MS = 2**31 - 1  # longest wait of a poll
 BLOCK_BYTES = 1 << 16  # block sizes are multiples of it, so that messages of varying size reuse blocks
 

@@ -18,15 +18,7 @@ from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, Group, UpdateContext, UpdateTraits
-from deepspeed.optim.one_bit import (
-    MASK,
-    OneBitOptimizer,
-    by_holders,
-    ema_update,
-    pieces,
-    round_into,
-    variance_steps,
-)
+from deepspeed.optim import one_bit
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 LOCAL_VARIANCE = "own_variance"
@@ -38,7 +30,7 @@ STABLE = 0.96
 """The variance is stable once sums of variances 1 / (1 - beta2) updates apart have at least this ratio (sec. 7.1)."""
 
 
-class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
+class OnebitAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
     """AdamW for ``freeze_step`` updates, with fully summed gradients. After that the variance is frozen, every rank
     adds its local gradient to the momentum, and the ranks exchange signs of their momenta: 1/32 of the bytes. Both
     the sender and the server of an exchange keep its error and add it to the next one.
@@ -57,7 +49,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     """
 
     update_traits = UpdateTraits(
-        elementwise=True, own_communication=True, rank_state=(FEEDBACK,), script_keys=(MASK,)
+        elementwise=True, own_communication=True, rank_state=(FEEDBACK,), script_keys=(one_bit.MASK,)
     )
     extra_state_names = (FEEDBACK,)
 
@@ -138,17 +130,17 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
-        ema_update(momenta, part.grads, grad_scale, group["betas"][0])
+        one_bit.ema_update(momenta, part.grads, grad_scale, group["betas"][0])
         self.exchange_means(number, masters, momenta, context.holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1
             step = float(state["step"])
-            divisor, rate = divisor_and_rate(group, step, variance_steps(state))
+            divisor, rate = divisor_and_rate(group, step, one_bit.variance_steps(state))
             scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
             if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
                 continue
-            for piece in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
+            for piece in one_bit.pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
                 plain_step(*piece, **scalars)
 
     def _continue_variances(
@@ -170,7 +162,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
                 state[LOCAL_VARIANCE].copy_(state["exp_avg_sq"])
         scale, beta2 = grad_scale * grad_scale, group["betas"][1]
         # Without holders gradients are summed already, and there is nothing to average.
-        kinds = list(by_holders(masters, context.holders)) or [
+        kinds = list(one_bit.by_holders(masters, context.holders)) or [
             (0, Communicator(None), list(range(len(masters))))
         ]
         for kind, ranks, positions in kinds:
@@ -186,7 +178,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
             used, now = (
-                divisor_and_rate(group, step, at)[0] for at in (variance_steps(self.state[master]), step)
+                divisor_and_rate(group, step, at)[0]
+                for at in (one_bit.variance_steps(self.state[master]), step)
             )
             variance.mul_(used / now)  # updates divide by ``used``, as for a frozen variance
 
@@ -233,7 +226,7 @@ def plain_step(
     """Compute ``frozen_step`` in PyTorch."""
     step = (momentum / denominator(variance, variance_correction, eps)).mul_(rate)
     param.mul_(decay).sub_(step.to(param.dtype))
-    round_into(low, param)
+    one_bit.round_into(low, param)
 
 
 # ---- variances that each rank continues with its local gradients (``variance_interval``), averaged rarely
@@ -278,7 +271,7 @@ def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
 def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: float, beta2: float) -> None:
     """Compute ``own`` = beta2 * own + (1 - beta2) * scale * grads^2 in place."""
     for whole, whole_grad in zip(own, grads, strict=True):
-        for variance, grad in pieces(whole, whole_grad):
+        for variance, grad in one_bit.pieces(whole, whole_grad):
             wide = grad.float()
             variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
 

@@ -13,15 +13,7 @@ from deepspeed.ops import native
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits, refresh_weights
-from deepspeed.optim.one_bit import (
-    MASK,
-    OneBitOptimizer,
-    ema_update,
-    mean_over_holders,
-    numels_of,
-    variance_steps,
-    whole_sums,
-)
+from deepspeed.optim import one_bit
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 FRESH = "exp_avg_sq_fresh"
@@ -31,7 +23,7 @@ RATIO, SCALE, FACTOR = "lamb_coeff_freeze", "scaling_coeff", "last_factor"
 yet), and the last factor of its trust ratio."""
 
 
-class OnebitLamb(OneBitOptimizer, FusedLamb):
+class OnebitLamb(one_bit.OneBitOptimizer, FusedLamb):
     """LAMB for ``freeze_step`` updates, with fully summed gradients. After that the ranks exchange signs of their
     momenta, and each tensor keeps the average trust ratio of warm-up, times a factor for the change of the variance
     since, as reconstructed from the momenta. Momenta of different tensors are brought to one magnitude, because they
@@ -58,7 +50,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         gradient_norm=True,
         own_communication=True,
         rank_state=(FEEDBACK,),
-        script_keys=(MASK,),
+        script_keys=(one_bit.MASK,),
     )
     extra_state_names = (FEEDBACK, FRESH)
 
@@ -143,7 +135,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             self.fill_variances(number, part, grad_scale, context)
             self._start_frozen(masters, states, context)
         before = [state["exp_avg"].clone() for state in states]
-        ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        one_bit.ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         if masters:
             self._exchange(number, masters, states, context)
         self._apply(masters, states, group, before, context)
@@ -165,14 +157,14 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         fresh variance to the frozen one."""
         new = [i for i, state in enumerate(states) if not float(state[SCALE])]
         chosen = [masters[i] for i in new]
-        own = numels_of(chosen)
-        found = whole_sums(chosen, [_squares_of([states[i]["exp_avg"] for i in new]), own], context)
+        own = one_bit.numels_of(chosen)
+        found = one_bit.whole_sums(chosen, [_squares_of([states[i]["exp_avg"] for i in new]), own], context)
         sizes, shares = (found[:, 0] / found[:, 1]).sqrt(), own / found[:, 1]  # fragments count a tensor once
         total = torch.stack([(sizes * shares).sum(), shares[sizes > 0].sum()])
         if context.copy_sum is not None:
             total = context.copy_sum(total)
         common = torch.full_like(sizes, float(total[0] / total[1]) if total[1] > 0 else 1.0)
-        mean_over_holders(common, chosen, context)  # ranks with other experts have another mean
+        one_bit.mean_over_holders(common, chosen, context)  # ranks with other experts have another mean
         for i, size, mean in zip(new, sizes.tolist(), common.tolist(), strict=True):
             states[i][SCALE].fill_(mean / size if size > 0 else 1.0)
             states[i][FRESH].copy_(states[i]["exp_avg_sq"])
@@ -197,7 +189,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             alone = _squares_of(before)
             for master, direction in zip(masters, before, strict=True):
                 direction.add_(master, alpha=decay)
-            norms = whole_sums(masters, [alone, _squares_of(before)], context).sqrt_()
+            norms = one_bit.whole_sums(masters, [alone, _squares_of(before)], context).sqrt_()
             shares = [min(1.0, one / max(both, 1e-12)) for one, both in norms.tolist()]
         change = torch.tensor(largest, dtype=torch.float64).view(-1, 1)
         if context.segment_largest is not None:
@@ -218,7 +210,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         if group["bias_correction"]:
             step = float(state["step"])
             first, second = 1.0 - beta1**step, 1.0 - beta2**step
-            frozen = 1.0 - beta2 ** variance_steps(state)
+            frozen = 1.0 - beta2 ** one_bit.variance_steps(state)
         denominator = self._root(state["exp_avg_sq"] / frozen, group)
         torch.div(state["exp_avg"], first, out=out).div_(denominator)
         changes = denominator.div_(self._root(state[FRESH] / second, group))

@@ -14,15 +14,7 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.optim.one_bit import (
-    MASK,
-    VAR_STEPS,
-    OneBitOptimizer,
-    ema_update,
-    pieces,
-    round_into,
-    variance_steps,
-)
+from deepspeed.optim import one_bit
 from deepspeed.optim.onebit.adam import denominator, divisor_and_rate, plain_step
 from deepspeed.optim.sign_exchange import FEEDBACK
 
@@ -32,7 +24,7 @@ LOCAL, SYNCED = "local_update", "synced"
 
 def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
     master.copy_(value)
-    round_into(low, master)
+    one_bit.round_into(low, master)
 
 
 def _corrected(group: Group, step: float, seen: float) -> Group:
@@ -64,7 +56,7 @@ def local_interval(update: int, freeze: int, scaler: int, clipper: int) -> int:
     return min(clipper, 2 ** min(doublings, clipper.bit_length()))
 
 
-class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
+class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
     """AdamW with three kinds of updates. *Variance* updates use fully summed gradients; they become rarer, and stop
     after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
     ``var_freeze_step`` they exchange the sum of their steps every few updates (1 bit), and nothing in the others (0
@@ -87,7 +79,10 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     """
 
     update_traits = UpdateTraits(
-        elementwise=True, own_communication=True, rank_state=(FEEDBACK, LOCAL, "exp_avg"), script_keys=(MASK,)
+        elementwise=True,
+        own_communication=True,
+        rank_state=(FEEDBACK, LOCAL, "exp_avg"),
+        script_keys=(one_bit.MASK,),
     )
     extra_state_names = (FEEDBACK, LOCAL, SYNCED)
 
@@ -157,7 +152,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         variance updates; so it runs without bias correction, which is folded into rate and eps."""
         lows = low_precision or [None] * len(params)
         states = [self.state_for(param, group) for param in params]
-        counts = [(float(state["step"]), float(state[VAR_STEPS])) for state in states]
+        counts = [(float(state["step"]), float(state[one_bit.VAR_STEPS])) for state in states]
         for step, seen in sorted(set(counts)):
             chosen = [i for i, each in enumerate(counts) if each == (step, seen)]
             super().multi_tensor_step(
@@ -192,7 +187,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
         self.fill_variances(number, part, grad_scale, context)
-        ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        one_bit.ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
         if self.updates <= self.var_freeze_step:
@@ -215,7 +210,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             part.masters, states, sums, part.lows, prepared, strict=True
         ):
             scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
-            cut = pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
+            cut = one_bit.pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
             for w, m, v, mean, rounded in cut:
                 torch.div(mean, rate or 1.0, out=m)
                 plain_step(w, m, v, rounded, **scalars)
@@ -234,7 +229,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             own, sums = (master, state["exp_avg"], state["exp_avg_sq"]), (state[SYNCED], state[LOCAL])
             if frozen_step(*own, low, **scalars, local=sums, keeps_param=exchanges):
                 continue
-            for w, m, v, synced, local, rounded in pieces(*own, *sums, low):
+            for w, m, v, synced, local, rounded in one_bit.pieces(*own, *sums, low):
                 synced.mul_(decay)
                 local.add_((m / denominator(v, divisor, group["eps"])).mul_(rate))
                 if not exchanges:
@@ -250,7 +245,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         divisors = [self._divisor_and_rate(state, group)[0] for state in states]
         sums = [torch.empty_like(state[LOCAL]) for state in states]
         for state, divisor, whole in zip(states, divisors, sums, strict=True):
-            for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
+            for v, local, total in one_bit.pieces(state["exp_avg_sq"], state[LOCAL], whole):
                 torch.mul(local, denominator(v, divisor, group["eps"]), out=total)
         self.exchange_means(number, part.masters, sums, holders)
         rate = self.rate_sums[number] or 1.0
@@ -258,7 +253,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             part.masters, states, divisors, sums, part.lows, strict=True
         ):
             own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], whole, low)
-            for w, m, v, synced, local, total, rounded in pieces(*own):
+            for w, m, v, synced, local, total, rounded in one_bit.pieces(*own):
                 _write(w, rounded, synced - total / denominator(v, divisor, group["eps"]))
                 torch.div(total, rate, out=m)
                 local.zero_()
@@ -266,7 +261,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
 
     @staticmethod
     def _divisor_and_rate(state: dict[str, Any], group: Group) -> tuple[float, float]:
-        return divisor_and_rate(group, float(state["step"]), variance_steps(state))
+        return divisor_and_rate(group, float(state["step"]), one_bit.variance_steps(state))
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 

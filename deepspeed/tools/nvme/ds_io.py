@@ -11,15 +11,7 @@ from collections.abc import Sequence
 
 from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.tools import parsers
-from deepspeed.tools.nvme.measure import (
-    HANDLES,
-    MeasurePlan,
-    Transfer,
-    aio_section,
-    check_devices,
-    speeds,
-    summary,
-)
+from deepspeed.tools.nvme import measure
 
 SAME_NAMES = (
     "io_size", "read", "engine", "block_size", "queue_depth", "single_submit", "fast_io_size", "validate",
@@ -27,7 +19,7 @@ SAME_NAMES = (
 """Options whose values are the fields of a transfer with these names."""
 
 
-def plans(args: argparse.Namespace) -> list[MeasurePlan]:
+def plans(args: argparse.Namespace) -> list[measure.MeasurePlan]:
     """Return one plan per process: one for each device of each mapped folder, or `multi_process` for one folder.
     FileNotFoundError, ValueError."""
     if args.folder is not None:
@@ -38,7 +30,7 @@ def plans(args: argparse.Namespace) -> list[MeasurePlan]:
     for folder, device in places:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such directory")
-        transfer = Transfer(
+        transfer = measure.Transfer(
             **{name: getattr(args, name) for name in SAME_NAMES},
             overlap_events=not args.sequential_requests,
             intra_op_parallelism=args.io_parallel,
@@ -49,7 +41,7 @@ def plans(args: argparse.Namespace) -> list[MeasurePlan]:
         )
         name = f"_ds_io_{args.engine}_{args.io_size}_{device}"
         made.append(
-            MeasurePlan(
+            measure.MeasurePlan(
                 transfer, folder, name, args.loops, args.warmup_loops, args.different_file_each_iteration
             )
         )
@@ -66,12 +58,14 @@ def _devices(text: str) -> list[tuple[str, int]]:
 @exit_quietly("ds_io", OSError, ValueError, NotImplementedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsers.io().parse_args(arguments)
-    check_devices(args.gpu)
+    measure.check_devices(args.gpu)
     to_do = plans(args)
-    values = speeds(to_do, args.include_warmup_time, progress=True)
-    print(f"{args.engine} {'read' if args.read else 'write'} of {args.io_size} bytes: {summary(values)}")
-    if args.engine in HANDLES:
-        print(json.dumps(aio_section(dataclasses.asdict(to_do[0].transfer)), indent=3))
+    values = measure.speeds(to_do, args.include_warmup_time, progress=True)
+    print(
+        f"{args.engine} {'read' if args.read else 'write'} of {args.io_size} bytes: {measure.summary(values)}"
+    )
+    if args.engine in measure.HANDLES:
+        print(json.dumps(measure.aio_section(dataclasses.asdict(to_do[0].transfer)), indent=3))
     return 0
 
 

@@ -120,7 +120,9 @@ def test_local_steps_keep_the_copies_of_a_tie_equal(monkeypatch: pytest.MonkeyPa
         dist.broadcast(first, src=0)
         assert torch.equal(first, param)
     engine.destroy()
-    with pytest.raises(DeepSpeedConfigError, match="'DiLoCo' trains every copy .* pipeline stages hold copies"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="'DiLoCo' trains every copy .* pipeline stages hold copies"
+    ):
         make_engine(
             PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of), optimizer={"type": "DiLoCo"}
         )
