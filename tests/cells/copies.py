@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cells.cell import OUTER_MOMENTUM, OUTER_RATE, STEPS, SYNC_EVERY, Cell
+from tests.cells.cell import CLIP, OUTER_MOMENTUM, OUTER_RATE, STEPS, SYNC_EVERY, Cell
 from tests.cells.oracle import Alone, Expected, Layout, wants_local_gradients
 from tests.cells.wires import Wire
 
@@ -80,6 +80,8 @@ class Copies:
                 _spread(same)
         squares = sum(grad.square().sum() for same in grads.values() for grad in same)
         norm = float(squares / len(self.all)) ** 0.5
+        if self.cell.optimizer == "local 0/1 Adam" and self.updates:
+            self._fill_variances(grads, min(1.0, CLIP / norm) if cell.clip else 1.0)
         for each in self.all:
             each.update(step, cell, norm)
         self.updates += 1
@@ -106,6 +108,15 @@ class Copies:
         for name, same in grads.items():
             for first in range(0, len(same), size) if "deepspeed_experts" in name else ():
                 _spread(same[first : first + size])
+
+    def _fill_variances(self, grads: dict[str, list[Tensor]], scale: float) -> None:
+        """A weight without a gradient so far gets the mean of all copies' squares."""
+        for name, same in grads.items():
+            states = [each.optimizer.state[each.named[name]] for each in self.all]
+            if not any("v" in state and state["v"].any() for state in states):
+                mean = 0.001 * float(_mean([(scale * grad).square().mean() for grad in same])) or 1.0
+                for state in states:
+                    state.update(v=torch.full_like(same[0], mean), filled=True)
 
     @torch.no_grad()
     def _agree(self) -> None:

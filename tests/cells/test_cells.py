@@ -77,6 +77,8 @@ FOUND = [
     "model=moe ranks=4 axes=tp+ep stage=1 optimizer=Muon clip=true resume=same",
     "ranks=2 stage=2 accumulation=2 wire=int8 parameters=late",
     "stage=3 optimizer=callable parameters=late",
+    "ranks=4 stage=1 shards=mics optimizer=local_0/1_Adam parameters=late",
+    "model=moe ranks=4 axes=sp+ep stage=1 shards=mics optimizer=local_0/1_Adam resume=same",
 ]
 """Cells that failed once, made small."""
 

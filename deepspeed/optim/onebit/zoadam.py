@@ -18,8 +18,9 @@ from deepspeed.optim import one_bit
 from deepspeed.optim.onebit.adam import denominator, divisor_and_rate, plain_step
 from deepspeed.optim.sign_exchange import FEEDBACK
 
-LOCAL, SYNCED = "local_update", "synced"
-"""State entries: the sum of this rank's steps since the last exchange, and the common weights after it."""
+LOCAL, SYNCED, RATES = "local_update", "synced", "rate_sum"
+"""State entries: the sum of this rank's steps since the last exchange, the common weights after it, and the sum of the
+learning rates since then, in which weights differ that were unused or frozen for a while."""
 
 
 def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
@@ -125,8 +126,6 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
         self.local_step_scaler = int(local_step_scaler)
         self.local_step_clipper = int(local_step_clipper)
         self.variance_updates = 0
-        self.rate_sums: dict[int, float] = {}
-        """Sum of learning rates since the last exchange, by group."""
         self.exchanges = 0
         """Number of sign exchanges."""
 
@@ -134,6 +133,11 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
     def freeze_key(self) -> bool:
         """Return whether the variance is frozen."""
         return self.updates >= self.var_freeze_step
+
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
+        state = super().state_for(param, group)
+        state.setdefault(RATES, torch.tensor(0.0))
+        return state
 
     def warms_up(self, update: int) -> bool:
         return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
@@ -219,12 +223,13 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
         self, number: int, group: Group, part: Fragments, states: list[Any], context: UpdateContext
     ) -> None:
         """Run a local update after the variance is frozen, and every few updates the exchange of their sum."""
-        since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates, context)
-        decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
+        exchanges = self.exchanges_at(self.updates, context)
+        decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, low in zip(part.masters, states, part.lows, strict=True):
             divisor, rate = self._divisor_and_rate(state, group)
-            if not since:
+            if not state[RATES]:
                 state[SYNCED].copy_(master)
+            state[RATES] += rate
             scalars = {"variance_correction": divisor, "eps": group["eps"], "rate": rate, "decay": decay}
             own, sums = (master, state["exp_avg"], state["exp_avg_sq"]), (state[SYNCED], state[LOCAL])
             if frozen_step(*own, low, **scalars, local=sums, keeps_param=exchanges):
@@ -234,7 +239,6 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
                 local.add_((m / denominator(v, divisor, group["eps"])).mul_(rate))
                 if not exchanges:
                     _write(w, rounded, synced - local)
-        self.rate_sums[number] = since + rate
         if exchanges:
             self._exchange_steps(number, group, part, states, context.holders)
 
@@ -248,16 +252,15 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
             for v, local, total in one_bit.pieces(state["exp_avg_sq"], state[LOCAL], whole):
                 torch.mul(local, denominator(v, divisor, group["eps"]), out=total)
         self.exchange_means(number, part.masters, sums, holders)
-        rate = self.rate_sums[number] or 1.0
         for master, state, divisor, whole, low in zip(
             part.masters, states, divisors, sums, part.lows, strict=True
         ):
             own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], whole, low)
             for w, m, v, synced, local, total, rounded in one_bit.pieces(*own):
                 _write(w, rounded, synced - total / denominator(v, divisor, group["eps"]))
-                torch.div(total, rate, out=m)
+                torch.div(total, float(state[RATES]) or 1.0, out=m)
                 local.zero_()
-        self.rate_sums[number] = 0.0
+            state[RATES].zero_()
 
     @staticmethod
     def _divisor_and_rate(state: dict[str, Any], group: Group) -> tuple[float, float]:
@@ -266,11 +269,7 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
     # Checkpoints ----------------------------------------------------------------------------------------------
 
     def rank_state_dict(self) -> dict[str, Any]:
-        mine = {
-            "variance_updates": self.variance_updates,
-            "exchanges": self.exchanges,
-            "rate_sums": dict(self.rate_sums),
-        }
+        mine = {"variance_updates": self.variance_updates, "exchanges": self.exchanges}
         return {**super().rank_state_dict(), **mine}
 
     @torch.no_grad()
@@ -279,11 +278,6 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
         found = saved[0] if len(saved) else {}
         self.variance_updates = int(found.get("variance_updates", self.updates))
         self.exchanges = int(found.get("exchanges", 0))
-        self.rate_sums = {}
-        for entry in saved:  # 0 on a rank that holds nothing of a group, else the same on all
-            for number, total in entry.get("rate_sums", {}).items():
-                self.rate_sums[number] = max(total, self.rate_sums.get(number, 0.0))
-        if any(self.rate_sums.values()):  # the saved weights are the first rank's
-            for master, state in self.state.items():
-                if LOCAL in state:
-                    master.copy_(state[SYNCED] - state[LOCAL])
+        for master, state in self.state.items():
+            if state.get(RATES, 0) > 0:  # the saved weights are the first rank's
+                master.copy_(state[SYNCED] - state[LOCAL])
