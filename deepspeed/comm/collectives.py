@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.environment import default_group
 from deepspeed.comm.hangs.history import UNEVEN, OperationHistory, watch_callbacks
 from deepspeed.comm.links import BytesSent
 from deepspeed.comm.logging import PROCESS_LOG, measured, recording
@@ -64,7 +65,8 @@ class Communicator:
         self._log = self._network.log
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
-        self.ranks: tuple[int, ...] = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        alone = (default_group() or (0, 1))[:1]
+        self.ranks: tuple[int, ...] = alone if group is None else tuple(dist.get_process_group_ranks(group))
         self.bytes_sent = 0  # payload bytes sent by this rank
         self.bytes_fetched = 0  # of these, bytes that others read without a collective
         self.collectives: Counter[str] = Counter()

@@ -218,7 +218,7 @@ class ReplicaGroups:
         """Return which ranks compute one batch and hold copies of some of ``params``, as text; "" if none do.
         ``sharded``: each rank holds a shard of its copy."""
         holders = {self.of(param).holders(sharded=sharded) for param in params}
-        held = {rank for each in holders if each.size > 1 for rank in each.ranks} - {self._mesh.global_rank}
+        held = {rank for each in holders for rank in each.ranks} - {self._mesh.global_rank}
         return next((text for axis, text in _COPIES.items() if held & {*self._mesh.ranks(axis)}), "")
 
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
