@@ -23,8 +23,8 @@ from deepspeed.ops.native import isa, library
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import PROGRAM_ROWS, PROGRAM_ROWS_OF_FLOATS
 
-FIRST_POSITIONS = 512
-"""Initial size of the rotary tables, which double as sequences grow."""
+FIRST_POSITIONS, FIRST_ROWS = 512, 64
+"""Initial sizes of the rotary tables and of the buffers, which double as sequences and forwards grow."""
 
 
 _Streams = tuple[Tensor, Tensor]
@@ -78,8 +78,9 @@ class FusedLayout(PackedLayout):
         if program is None or not program.supports(cache, rows, longest):
             if not (self.supports(rows) and cache.is_on_host):
                 return super().forward(pieces, cache)
+            most = 1 << (max(rows, FIRST_ROWS if program is None else program.rows) - 1).bit_length()
             positions = max(FIRST_POSITIONS, 2 * longest)
-            program = self._program = DecoderProgram(decoder, cache, self.max_fused_tokens, positions)
+            program = self._program = DecoderProgram(decoder, cache, most, positions)
         return program.run(pieces, rows, last)
 
 
