@@ -37,7 +37,8 @@ def drawn() -> Iterator[Cell]:
         plain = {name: values[0] for name, values in CHOICES.items() if name not in PLANNED}
         cell = dataclasses.replace(cell, **plain)
         apart = cell.stage > 0 and (cell.tier, cell.precision, cell.optimizer) != ("device", "fp32", "AdamW")
-        if apart and cell.optimizer != "client" and not why_not(cell) and not refused_early(cell):
+        by_config = cell.optimizer not in ("client", "callable")
+        if apart and by_config and not why_not(cell) and not refused_early(cell):
             yield cell
 
 

@@ -318,7 +318,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "parallel/sequence/transform.py:_balance": ("model",),
     "parallel/sequence/transform.py:_drop_full_mask": ("data",),
     "zero/update_context.py:SegmentSums._check_copies": ("ranks",),
-    "zero/update_context.py:UpdateContextBuilder._require_one_copy_per_batch": ("model",),
+    "zero/update_context.py:UpdateContextBuilder.rebuild": ("model",),
     "config/deepspeed_config.py:DeepSpeedConfig._configure_train_batch_size": ("call",),
     "engine/optimizer.py:_check_parts": ("optimizer",),
     "zero/gathering/init_context.py:_swap_file": ("call",),
