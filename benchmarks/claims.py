@@ -390,8 +390,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "FastGen: higher throughput than other serving systems",
             "large language models on A100s",
-            "88M Llama, bf16, against vLLM's server for CPUs; 64 mixed requests against Transformers' continuous batches",
-            "benchmarks/serving.py, benchmarks/inference.py --only serving first-token",
+            "88M Llama, bf16, against vLLM's server for CPUs; 64 mixed requests against Transformers' continuous batches (benchmarks/inference.py)",
+            "benchmarks/serving.py --vllm PYTHON",
             "yes",
             "{0} x vLLM's tokens per second with 16 clients, {1} x with one; at 8 requests per second {2} answered in "
             "time (vLLM: {3}); {4} x Transformers' continuous batches, {5} x its static ones; a short prompt waits "
