@@ -170,9 +170,8 @@ class _Encoder:
         model: Any = source.load_encoder()
         module = init_inference(model, dtype=dtype_of(args) or model.dtype).module
         self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
-        self.engine: TextEncoder = kind(
-            module, source.load_tokenizer(), token_budget=args.token_budget or 512
-        )
+        budget = token_budget_of(args, on_cpus=512)  # nobody waits for one text of a batch
+        self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=budget)
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
         ability = "scores pairs of texts" if source.is_classifier else "computes embeddings"
         self.summary = f"model {args.name}, which {ability}"
@@ -322,9 +321,9 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
     return DraftModel(engine.module, config.num_speculative_tokens, token_budget=token_budget_of(args))
 
 
-def token_budget_of(args: argparse.Namespace) -> int:
+def token_budget_of(args: argparse.Namespace, on_cpus: int = 128) -> int:
     """Return the tokens per forward. On a CPU 128 already take the time of their products, and requests that decode
     wait for that long."""
     if args.token_budget is not None:
         return int(args.token_budget)
-    return max(128 if get_accelerator().device_name() == "cpu" else 512, 2 * int(args.max_sequences))
+    return max(on_cpus if get_accelerator().device_name() == "cpu" else 512, 2 * int(args.max_sequences))

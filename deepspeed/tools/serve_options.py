@@ -227,7 +227,8 @@ _LOGS = {
 }
 _LIMITS = {
     "--token-budget --max-num-batched-tokens": takes(
-        "tokens per forward (default: 512, on CPUs 128; at least 2 for each of --max-sequences)", type=int
+        "tokens per forward (default: 512, on CPUs 128 if the model generates; at least twice --max-sequences)",
+        type=int,
     ),
     "--short-share": takes(
         "fraction of the prompt tokens that short prompts may use to overtake long ones; 0: in order of "

@@ -12,6 +12,8 @@ FREEZE = 2
 """Updates of 1-bit optimizers with gradients in full."""
 SYNC_EVERY, OUTER_RATE, OUTER_MOMENTUM = 2, 0.7, 0.9
 """Of local steps: a phase of ``STEPS`` updates ends between two outer ones."""
+SENDING_SIGNS = ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "local 0/1 Adam")
+"""Optimizers."""
 THETA, GAMMA = 0.5, 0.5
 """Of progressive layer drop."""
 MIN_TOKENS, MAX_TOKENS = 4, 8
@@ -156,7 +158,7 @@ class Cell:
     @property
     def sends_signs(self) -> bool:
         """Return whether ranks have only their own gradients after two updates."""
-        return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "local 0/1 Adam")
+        return self.optimizer in SENDING_SIGNS
 
     @property
     def steps_alone(self) -> bool:

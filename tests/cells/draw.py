@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tests.cells.cell import CHOICES, FAMILIES, Cell, why_not
+from tests.cells.cell import CHOICES, FAMILIES, SENDING_SIGNS, Cell, why_not
 
 FOUR_RANKS = 1 / 3
 """The share of cells with four ranks, among pairs that do not decide it."""
@@ -108,7 +108,7 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         given.get("tier", "device") != "device" or given.get("wire") == "qgz" or given.get("shards") == "mics"
     ):
         needed["stage"] = source.choice([1, 2, 3])
-    own = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB", "DiLoCo", "local 0/1 Adam")
+    own = given.get("optimizer") in (*SENDING_SIGNS, "DiLoCo")
     if own and "stage" not in given and needed.get("stage", 1):
         needed["stage"] = source.choice(
             [1, 2] if "stage" in needed or given.get("resume") == "stage" else [0, 1, 2]

@@ -183,10 +183,14 @@ def moments(state: dict[str, Any], grad: Tensor, *, squares: bool = True) -> tup
     return m, state["v"]
 
 
+def denominator(state: dict[str, Any]) -> Tensor:
+    """Adam's, of a variance that has seen some gradients."""
+    return (state["v"] / (1 - 0.999 ** max(1, state["seen"]))).sqrt() + EPS
+
+
 def adam(param: Tensor, state: dict[str, Any], rate: float) -> None:
     """AdamW, whose variance may have seen fewer gradients than its momentum."""
-    variance = state["v"] / (1 - 0.999 ** max(1, state["seen"]))
-    direction = state["m"] / (1 - 0.9 ** state["step"]) / (variance.sqrt() + EPS)
+    direction = state["m"] / (1 - 0.9 ** state["step"]) / denominator(state)
     param.mul_(1 - rate * DECAY).sub_(rate * direction)
 
 
@@ -284,17 +288,13 @@ class LocalZeroOneAdam(Formula):
         state["rates"] += corrected
         state["moved"] = state["moved"] + corrected * state["m"]
         state["from"] *= 1 - rate * DECAY
-        param.copy_(state["from"] - state["moved"] / self.denominator(state))
-
-    @staticmethod
-    def denominator(state: dict[str, Any]) -> Tensor:
-        return (state["v"] / (1 - 0.999 ** max(1, state["seen"]))).sqrt() + EPS
+        param.copy_(state["from"] - state["moved"] / denominator(state))
 
     @torch.no_grad()
     def agree(self, param: Tensor, moved: Tensor) -> None:
         """Go on from the weights that all copies' mean of ``moved`` comes to, along its momentum."""
         state = self.state[param]
-        param.copy_(state["from"] - moved / self.denominator(state))
+        param.copy_(state["from"] - moved / denominator(state))
         state["m"], state["rates"] = moved / state["rates"], 0.0
 
 

@@ -18,7 +18,7 @@ import deepspeed
 from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache import pages
 from deepspeed.inference.generation.fused import FusedGeneration
-from deepspeed.inference.model import packed
+from deepspeed.inference.model import fused, packed
 from deepspeed.inference.model.info import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
@@ -136,7 +136,8 @@ def test_prompts_that_are_the_same_are_computed_once(length: int, runs: list[int
     settings = {"do_sample": True, "max_new_tokens": 20, "min_new_tokens": 20}
     wanted, found, _ = both(make("llama").eval(), runs, **settings, **given)
     assert torch.equal(found, wanted)
-    assert runs == [2 * length] + [4] * 19
+    most = fused.PROGRAM_ROWS if native.isa() == "avx512" else fused.PROGRAM_ROWS_OF_FLOATS
+    assert runs == ([2 * length] if 2 * length <= most else []) + [4] * 19
 
 
 @pytest.mark.parametrize(

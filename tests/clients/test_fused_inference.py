@@ -84,6 +84,25 @@ def test_other_precisions_are_close_to_the_model(bits: int, runs: list[int]) -> 
     assert float((found.float() - wanted).norm() / wanted.norm()) < 0.03
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_prompt_is_one_program(bits: int, runs: list[int]) -> None:
+    """Whose buffers have grown; the same bits as in parts."""
+    module = make("llama", max_position_embeddings=256).eval()
+    if bits < 16:
+        quantize_linears(module, bits, 1, torch.bfloat16)
+    module, prompt = module.to(torch.bfloat16), (PROMPT * 22)[:150]
+    runner = ModelRunner(module, block_size=16)
+    runner.allocate(20)
+    parts = [
+        runner.forward([PagePiece(prompt[at : at + 50], at, [*range(10, 20)])]) for at in range(0, 150, 50)
+    ]
+    runs.clear()
+    found = runner.forward([PagePiece(prompt, 0, [*range(10)])])
+    assert runs == [150] and torch.equal(found, parts[-1])
+    wanted = logits_of(module, prompt).float()
+    assert float((found[0].float() - wanted).norm() / wanted.norm()) < 0.03
+
+
 def test_long_forwards_are_left_to_torch_and_tables_grow(
     monkeypatch: pytest.MonkeyPatch, runs: list[int]
 ) -> None:

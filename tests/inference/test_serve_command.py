@@ -124,6 +124,16 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         Pretrained(str(tmp_path)).load_tokenizer()
 
 
+def test_the_tokens_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def budget(*options: str, **more: int) -> int:
+        return loading.token_budget_of(serve_options.parser().parse_args(["model", *options]), **more)
+
+    assert (budget(), budget(on_cpus=512), budget("--max-num-seqs", "100")) == (128, 512, 200)
+    assert budget("--max-num-batched-tokens", "48", "--max-num-seqs", "40", on_cpus=512) == 48
+    monkeypatch.setattr(type(loading.get_accelerator()), "device_name", lambda self, index=None: "cuda")
+    assert budget() == 512
+
+
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     device = loading.get_accelerator()
     monkeypatch.setattr(device, "total_memory", lambda *_: 1000)

@@ -178,7 +178,7 @@ class ZeroOneAdam(one_bit.OneBitOptimizer, MultiTensorAdam):
         interval = local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper)
         if interval > 1 and context.copies_of_one_batch:
             warning_once(
-                f"ZeroOneAdam exchanges momenta at every update instead of every {interval}: ranks that compute one "
+                "ZeroOneAdam exchanges momenta at every update instead of every few: ranks that compute one "
                 "batch hold copies of weights (tied over pipeline stages, divided sequences, experts that divide "
                 "tokens), which local steps would change apart. local_step_clipper = 1 asks for it without this warning"
             )
